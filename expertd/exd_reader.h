@@ -110,9 +110,10 @@ int exd_reader_open(const struct exd_reader_config *config, const struct exd_rea
  * the reading. Errors (file and offset in the text): -EIO and such from the
  * disk, -ENODATA where the file ends before the range does, -ERANGE for a
  * request outside the file as it was at open, -ECANCELED, -ETIMEDOUT when
- * io_uring completes nothing for 60 s, or what next/consume returned. If the
- * latter wrote no text, err is filled. ret_stats may be NULL and is filled in
- * every case. */
+ * io_uring completes nothing for 60 s, or what next/consume returned (a client
+ * with better words for its own failure keeps them itself). ret_stats may be
+ * NULL and is filled in every case. A read that hangs in the kernel holds the
+ * pread pool until it returns: only io_uring can give up waiting. */
 int exd_reader_run(struct exd_reader *reader, const struct exd_reader_job *job,
                    struct exd_reader_stats *ret_stats, struct shm_error *err);
 
