@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Pre-tokenizer: cuts text into the pieces inside which BPE may merge.
+ *
+ * A table of patterns by GGUF name, compiled by PCRE2 (JIT where the system
+ * allows it). Internal to the tokenizer, which serializes the calls.
+ */
+#ifndef INF_PRETOK_H
+#define INF_PRETOK_H
+
+#include "shm/shm_error.h"
+
+#include <stddef.h>
+
+struct inf_pretok;
+
+/* -ENOTSUP: no row of that name; -ENOMEM; -EINVAL: PCRE2 refuses the pattern. */
+int inf_pretok_create(const char *name, size_t name_len, struct shm_error *err,
+                      struct inf_pretok **ret_pretok);
+void inf_pretok_destroy(struct inf_pretok **pretok);
+
+/* Length of the piece that starts at pos < len, 1..len - pos, in text that is
+ * valid UTF-8 throughout; or a negative errno where PCRE2 gives up. */
+long inf_pretok_next(struct inf_pretok *pretok, const char *text, size_t len, size_t pos);
+
+#endif

@@ -1,0 +1,253 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/inf_sampler.h"
+
+#include <errno.h>
+#include <float.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct candidate {
+    float logit;
+    int32_t id;
+};
+
+struct inf_sampler {
+    struct inf_sampler_params params;
+    uint32_t n_vocab;
+    uint64_t random[4];
+    struct candidate *cands; /* n_vocab */
+    double *weights;         /* n_vocab */
+    int32_t *window;         /* ring of the last accepted ids */
+    uint32_t window_size, window_n, window_at;
+    uint32_t *seen; /* n_vocab: how often in the window */
+};
+
+void inf_sampler_params_default(struct inf_sampler_params *params)
+{
+    *params = (struct inf_sampler_params){
+        .temperature = 0.7f, .top_k = 20, .top_p = 0.8f, .repeat_penalty = 1, .repeat_last_n = 64};
+}
+
+static uint64_t rotate_left(uint64_t x, int by)
+{
+    return x << by | x >> (64 - by);
+}
+
+static uint64_t random_next(uint64_t s[4])
+{
+    uint64_t result = rotate_left(s[1] * 5, 7) * 9, t = s[1] << 17;
+    s[2] ^= s[0];
+    s[3] ^= s[1];
+    s[1] ^= s[2];
+    s[0] ^= s[3];
+    s[2] ^= t;
+    s[3] = rotate_left(s[3], 45);
+    return result;
+}
+
+static void random_seed(uint64_t s[4], uint64_t seed)
+{
+    for (int i = 0; i < 4; i++) {
+        seed += 0x9E3779B97F4A7C15u;
+        uint64_t z = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        s[i] = z ^ z >> 31;
+    }
+}
+
+static int check_params(const struct inf_sampler_params *p, uint32_t n_vocab, struct shm_error *err)
+{
+    /* Comparisons written so that NaN fails them. */
+    if (!(p->temperature >= 0 && p->temperature <= 100))
+        return shm_error_set(err, EINVAL, "sampler: temperature %g; use 0 (greedy) to 100", p->temperature);
+    if (p->top_k < 0)
+        return shm_error_set(err, EINVAL, "sampler: top-k %d; use 0 (off) or more", p->top_k);
+    if (!(p->top_p > 0 && p->top_p <= 1))
+        return shm_error_set(err, EINVAL, "sampler: top-p %g; use a value above 0, up to 1 (off)", p->top_p);
+    if (!(p->min_p >= 0 && p->min_p <= 1))
+        return shm_error_set(err, EINVAL, "sampler: min-p %g; use 0 (off) to 1", p->min_p);
+    if (!(p->repeat_penalty > 0 && p->repeat_penalty <= 100))
+        return shm_error_set(err, EINVAL,
+                             "sampler: repeat penalty %g; use a value above 0, up to 100; 1 is off",
+                             p->repeat_penalty);
+    if (p->repeat_last_n > INF_SAMPLER_WINDOW_MAX)
+        return shm_error_set(err, EINVAL, "sampler: repeat window of %u ids; use at most %u",
+                             p->repeat_last_n, INF_SAMPLER_WINDOW_MAX);
+    if (!n_vocab || n_vocab > INT32_MAX)
+        return shm_error_set(err, EINVAL, "sampler: vocabulary of %u tokens; use a model with a vocabulary",
+                             n_vocab);
+    return 0;
+}
+
+int inf_sampler_create(const struct inf_sampler_params *params, uint32_t n_vocab, struct shm_error *err,
+                       struct inf_sampler **ret_sampler)
+{
+    int rc = check_params(params, n_vocab, err);
+    if (rc)
+        return rc;
+    struct inf_sampler *s = calloc(1, sizeof *s);
+    if (s) {
+        s->params = *params;
+        s->n_vocab = n_vocab;
+        s->window_size = params->repeat_penalty == 1 ? 0 : params->repeat_last_n;
+        s->cands = calloc(n_vocab, sizeof *s->cands);
+        s->weights = calloc(n_vocab, sizeof *s->weights);
+        s->window = calloc((size_t)s->window_size + 1, sizeof *s->window);
+        s->seen = calloc(n_vocab, sizeof *s->seen);
+    }
+    if (!s || !s->cands || !s->weights || !s->window || !s->seen) {
+        inf_sampler_destroy(&s);
+        return shm_error_set(err, ENOMEM, "sampler: no memory for %u logits; free some", n_vocab);
+    }
+    random_seed(s->random, params->seed);
+    *ret_sampler = s;
+    return 0;
+}
+
+void inf_sampler_destroy(struct inf_sampler **sampler)
+{
+    struct inf_sampler *s = sampler ? *sampler : NULL;
+    if (!s)
+        return;
+    free(s->seen);
+    free(s->window);
+    free(s->weights);
+    free(s->cands);
+    free(s);
+    *sampler = NULL;
+}
+
+void inf_sampler_accept(struct inf_sampler *s, int32_t id)
+{
+    if (id < 0 || (uint32_t)id >= s->n_vocab || !s->window_size)
+        return;
+    if (s->window_n == s->window_size)
+        s->seen[s->window[s->window_at]]--;
+    else
+        s->window_n++;
+    s->window[s->window_at] = id;
+    s->seen[id]++;
+    s->window_at = (s->window_at + 1) % s->window_size;
+}
+
+void inf_sampler_reset(struct inf_sampler *s, uint64_t seed)
+{
+    memset(s->seen, 0, s->n_vocab * sizeof *s->seen);
+    s->window_n = s->window_at = 0;
+    random_seed(s->random, seed);
+}
+
+static float penalized(const struct inf_sampler *s, float logit, uint32_t id)
+{
+    if (!s->seen[id])
+        return logit;
+    return logit > 0 ? logit / s->params.repeat_penalty : logit * s->params.repeat_penalty;
+}
+
+static bool before(const struct candidate *a, const struct candidate *b)
+{
+    return a->logit > b->logit || (a->logit == b->logit && a->id < b->id);
+}
+
+static void sift_down(struct candidate *heap, uint32_t n, uint32_t at)
+{
+    struct candidate moved = heap[at];
+    for (;;) {
+        size_t child = 2 * (size_t)at + 1;
+        if (child >= n)
+            break;
+        if (child + 1 < n && before(&heap[child + 1], &heap[child]))
+            child++;
+        if (!before(&heap[child], &moved))
+            break;
+        heap[at] = heap[child];
+        at = (uint32_t)child;
+    }
+    heap[at] = moved;
+}
+
+/* Takes the best candidate off the heap and puts it at heap[n - 1]. */
+static const struct candidate *pop(struct candidate *heap, uint32_t n)
+{
+    struct candidate top = heap[0];
+    heap[0] = heap[n - 1];
+    sift_down(heap, n - 1, 0);
+    heap[n - 1] = top;
+    return &heap[n - 1];
+}
+
+static int32_t draw(struct inf_sampler *s, const struct candidate *cands, uint32_t n, int step, double sum)
+{
+    double at = (double)(random_next(s->random) >> 11) * 0x1p-53 * sum;
+    int32_t last = -1;
+    for (uint32_t i = 0; i < n; i++, cands += step) {
+        if (s->weights[i] <= 0)
+            continue;
+        last = cands->id;
+        if (at < s->weights[i])
+            return last;
+        at -= s->weights[i];
+    }
+    return last; /* rounding ate the rest */
+}
+
+int32_t inf_sampler_next(struct inf_sampler *s, const float *logits)
+{
+    const struct inf_sampler_params *p = &s->params;
+    struct candidate best = {0};
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < s->n_vocab; i++) {
+        float logit = logits[i];
+        if (isnan(logit) || (isinf(logit) && logit < 0))
+            continue;
+        if (logit > FLT_MAX)
+            logit = FLT_MAX;
+        struct candidate c = {.logit = penalized(s, logit, i), .id = (int32_t)i};
+        if (!n || before(&c, &best))
+            best = c;
+        s->cands[n++] = c;
+    }
+    if (!n)
+        return -EDOM;
+    if (p->temperature == 0)
+        return best.id;
+
+    double scale = 1.0 / (double)p->temperature, sum = 0, kept = 0;
+    if (!p->top_k && p->top_p >= 1 && p->min_p <= 0) { /* nothing is cut: no order is needed */
+        for (uint32_t i = 0; i < n; i++)
+            sum += s->weights[i] = exp(((double)s->cands[i].logit - (double)best.logit) * scale);
+        return draw(s, s->cands, n, 1, sum);
+    }
+    for (uint32_t i = n / 2; i-- > 0;)
+        sift_down(s->cands, n, i);
+    uint32_t limit = p->top_k && (uint32_t)p->top_k < n ? (uint32_t)p->top_k : n, n_kept = 0;
+    if (p->top_p < 1 && limit == n) /* top-p's whole without sorting all */
+        for (uint32_t i = 0; i < n; i++)
+            sum += exp(((double)s->cands[i].logit - (double)best.logit) * scale);
+    /* The best come off the heap to the array's end, s->cands[n - 1] first.
+     * Without a need for more, the loop stops: mostly after a few. */
+    for (uint32_t i = 0; i < limit; i++) {
+        const struct candidate *c = pop(s->cands, n - i);
+        double weight = exp(((double)c->logit - (double)best.logit) * scale);
+        if (weight < (double)p->min_p) /* the top one's is 1; top-p only shortens the run */
+            if (p->top_p >= 1 || limit == n)
+                break;
+        s->weights[n_kept++] = weight;
+        kept += weight;
+        if (p->top_p < 1 && limit == n && kept >= (double)p->top_p * sum)
+            break;
+    }
+    if (limit < n && (p->top_p < 1 || p->min_p > 0)) { /* the whole is the k best */
+        double whole = kept;
+        uint32_t k = n_kept;
+        kept = 0;
+        for (n_kept = 0; n_kept < k && s->weights[n_kept] >= (double)p->min_p;) {
+            kept += s->weights[n_kept++];
+            if (p->top_p < 1 && kept >= (double)p->top_p * whole)
+                break;
+        }
+    }
+    return draw(s, s->cands + n - 1, n_kept, -1, kept);
+}
