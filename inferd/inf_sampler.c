@@ -202,9 +202,9 @@ int32_t inf_sampler_next(struct inf_sampler *s, const float *logits)
         float logit = logits[i];
         if (isnan(logit) || (isinf(logit) && logit < 0))
             continue;
-        if (logit > FLT_MAX)
-            logit = FLT_MAX;
-        struct candidate c = {.logit = penalized(s, logit, i), .id = (int32_t)i};
+        /* Finite from here on, so that differences are numbers. */
+        logit = fmaxf(-FLT_MAX, fminf(FLT_MAX, penalized(s, logit, i)));
+        struct candidate c = {.logit = logit, .id = (int32_t)i};
         if (!n || before(&c, &best))
             best = c;
         s->cands[n++] = c;
@@ -222,32 +222,24 @@ int32_t inf_sampler_next(struct inf_sampler *s, const float *logits)
     }
     for (uint32_t i = n / 2; i-- > 0;)
         sift_down(s->cands, n, i);
-    uint32_t limit = p->top_k && (uint32_t)p->top_k < n ? (uint32_t)p->top_k : n, n_kept = 0;
-    if (p->top_p < 1 && limit == n) /* top-p's whole without sorting all */
-        for (uint32_t i = 0; i < n; i++)
-            sum += exp(((double)s->cands[i].logit - (double)best.logit) * scale);
     /* The best come off the heap to the array's end, s->cands[n - 1] first.
-     * Without a need for more, the loop stops: mostly after a few. */
+     * Without top-k the heap is opened only as far as needed: mostly a few. */
+    bool cut = p->top_k && (uint32_t)p->top_k < n;
+    uint32_t limit = cut ? (uint32_t)p->top_k : n, n_kept = 0;
     for (uint32_t i = 0; i < limit; i++) {
-        const struct candidate *c = pop(s->cands, n - i);
+        const struct candidate *c = cut ? pop(s->cands, n - i) : &s->cands[i];
+        if (cut || p->top_p < 1)
+            sum += s->weights[i] = exp(((double)c->logit - (double)best.logit) * scale);
+    }
+    while (n_kept < limit) {
+        const struct candidate *c = cut ? &s->cands[n - 1 - n_kept] : pop(s->cands, n - n_kept);
         double weight = exp(((double)c->logit - (double)best.logit) * scale);
-        if (weight < (double)p->min_p) /* the top one's is 1; top-p only shortens the run */
-            if (p->top_p >= 1 || limit == n)
-                break;
+        if (weight < (double)p->min_p) /* the top one's is 1 */
+            break;
         s->weights[n_kept++] = weight;
         kept += weight;
-        if (p->top_p < 1 && limit == n && kept >= (double)p->top_p * sum)
+        if (p->top_p < 1 && kept >= (double)p->top_p * sum)
             break;
-    }
-    if (limit < n && (p->top_p < 1 || p->min_p > 0)) { /* the whole is the k best */
-        double whole = kept;
-        uint32_t k = n_kept;
-        kept = 0;
-        for (n_kept = 0; n_kept < k && s->weights[n_kept] >= (double)p->min_p;) {
-            kept += s->weights[n_kept++];
-            if (p->top_p < 1 && kept >= (double)p->top_p * whole)
-                break;
-        }
     }
     return draw(s, s->cands + n - 1, n_kept, -1, kept);
 }
