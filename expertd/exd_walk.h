@@ -50,8 +50,9 @@ struct exd_walk_env {
     uint64_t (*landed)(void *ctx);
     /* The layer's routing set once published (a private copy that no peer can change any more), else NULL. */
     const struct shm_mask *(*published)(void *ctx, uint32_t layer);
-    /* Expected tokens per expert of a layer, or NULL. Any values; read anew at each choice. */
-    const uint32_t *(*expected)(void *ctx, uint32_t layer);
+    /* Expected tokens per expert of a layer, or NULL. Any values; read anew at each choice. Confident: an
+     * expert with 0 is not worth a blind copy, the walk rather waits for the publication. */
+    const uint32_t *(*expected)(void *ctx, uint32_t layer, bool *ret_confident);
     /* Is the blob in the arena? */
     bool (*loaded)(void *ctx, uint32_t layer, uint32_t expert);
     /* Writes the slot-table entry of an expert: SHM_ENTRY_* with the group within the layer and slot. */
