@@ -118,8 +118,10 @@ struct shm_tokenizer {
     uint64_t types;            /* int32_t [tokens.count], from the catalog's start, 8-aligned; 0: none */
     uint32_t bos, eos, pad;    /* SHM_TOKEN_NONE where the file names none */
     uint32_t add_bos;
+    uint32_t eot; /* end of a chat turn, SHM_TOKEN_NONE where the file names none */
+    uint32_t reserved;
 };
-_Static_assert(sizeof(struct shm_tokenizer) == 96, "shared layout");
+_Static_assert(sizeof(struct shm_tokenizer) == 104, "shared layout");
 
 struct shm_catalog {
     struct shm_hparams hparams;
@@ -129,7 +131,7 @@ struct shm_catalog {
     uint64_t layers;   /* struct shm_layer [n_layers], likewise */
     struct shm_tokenizer tokenizer;
 };
-_Static_assert(sizeof(struct shm_catalog) == 360, "shared layout");
+_Static_assert(sizeof(struct shm_catalog) == 368, "shared layout");
 
 /* A checked arena mapping. Every pointer below was bounds-checked once by
  * shm_arena_open and stays valid as long as the mapping. Read-only. */
