@@ -39,6 +39,11 @@
  * landed_groups to the stream's end and done_seq = seq with result
  * SHM_RESULT_CANCELLED. Only then does the worker set released_groups to the
  * stream's end.
+ *
+ * Failure: done_seq = seq with result FAILED and error_text; landed_groups
+ * stays where it is, so the worker looks at done_seq whenever it waits. It
+ * sets released_groups to the stream's end before the next stream, as after a
+ * cancellation.
  */
 #ifndef SHM_WORKER_H
 #define SHM_WORKER_H

@@ -1,0 +1,323 @@
+/* SPDX-License-Identifier: MIT */
+#include "expertd/exd_issuer.h"
+
+#include "expertd/exd_stream.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+
+#define WAIT_NS          UINT64_C(100000000) /* every wait looks again at stop and watchdog this often */
+#define WAIT_BLOB_NS     UINT64_C(2000000)   /* the loader rings no bell */
+#define WATCHDOG_DEFAULT UINT64_C(60000000000)
+#define STOP_DRAIN_NS    UINT64_C(5000000000)
+#define NAME_BYTES       64
+
+struct exd_issuer {
+    struct exd_issuer_config config;
+    char name[NAME_BYTES];
+    struct exd_stream *stream;
+    pthread_t thread;
+    pthread_mutex_t lock; /* settings, drain_why */
+    struct exd_stream_settings settings;
+    char drain_why[SHM_ERROR_TEXT_BYTES]; /* not empty: no new streams */
+    _Atomic bool stop;
+    _Atomic bool busy;
+    bool held_off_told;
+    uint64_t next_seq;   /* of the next stream */
+    uint64_t group_base; /* of the next stream */
+};
+
+static struct shm_worker *worker(const struct exd_issuer *i)
+{
+    return i->config.control.worker;
+}
+
+/* Sleeps on the worker's bell unless `ready` already holds. Returns false on stop. */
+static bool sleep_unless(struct exd_issuer *i, bool (*ready)(struct exd_issuer *), uint64_t timeout_ns)
+{
+    struct shm_bell *bell = &worker(i)->issuer_bell;
+    uint32_t ticket = shm_bell_prepare(bell);
+    if (atomic_load(&i->stop) || ready(i))
+        shm_bell_cancel(bell);
+    else
+        shm_bell_wait(bell, ticket, timeout_ns);
+    return !atomic_load(&i->stop);
+}
+
+static bool stream_posted(struct exd_issuer *i)
+{
+    /* acquire, pairs with the worker's release: the descriptor is whole */
+    return atomic_load_explicit(&worker(i)->stream_seq, memory_order_acquire) != i->next_seq - 1;
+}
+
+static bool cancelled(const struct exd_issuer *i)
+{
+    return atomic_load_explicit(&worker(i)->cancel_seq, memory_order_acquire) == i->next_seq;
+}
+
+/* One wait of the walk: prepares, steps once more (so that what changed
+ * before the bell is seen), sleeps if it still has to wait. */
+static enum exd_step step_or_sleep(struct exd_issuer *i)
+{
+    enum exd_step step = exd_stream_step(i->stream);
+    if (step == EXD_STEP_AGAIN || step == EXD_STEP_DONE || step == EXD_STEP_FAILED)
+        return step;
+    struct shm_bell *bell = &worker(i)->issuer_bell;
+    uint32_t ticket = shm_bell_prepare(bell);
+    step = exd_stream_step(i->stream);
+    if (step == EXD_STEP_AGAIN || step == EXD_STEP_DONE || step == EXD_STEP_FAILED || cancelled(i) ||
+        atomic_load(&i->stop))
+        shm_bell_cancel(bell);
+    else
+        shm_bell_wait(bell, ticket, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS);
+    return step;
+}
+
+/* Watchdog over anything that counts up. */
+struct watchdog {
+    uint64_t last_change_ns, last_value, limit_ns;
+};
+
+static bool watchdog_expired(struct watchdog *w, uint64_t value)
+{
+    uint64_t now = shm_now_ns();
+    if (value != w->last_value || !w->last_change_ns) {
+        w->last_value = value;
+        w->last_change_ns = now;
+    }
+    return now - w->last_change_ns > w->limit_ns;
+}
+
+static uint32_t stopping(struct shm_error *err)
+{
+    shm_error_set(err, ESHUTDOWN, "expertd is stopping: read again when it is back");
+    return SHM_RESULT_FAILED;
+}
+
+/* Runs the walk to its end. Returns SHM_RESULT_*; FAILED fills err. */
+static uint32_t walk_to_end(struct exd_issuer *i, struct shm_error *err)
+{
+    struct watchdog dog = {.limit_ns = i->config.watchdog_ns};
+    for (enum exd_step step = EXD_STEP_AGAIN;;) {
+        if (cancelled(i))
+            return SHM_RESULT_CANCELLED;
+        if (atomic_load(&i->stop))
+            return stopping(err);
+        if (step == EXD_STEP_DONE)
+            return SHM_RESULT_OK;
+        step = step_or_sleep(i);
+        if (exd_stream_violation(i->stream, err) ||
+            (step == EXD_STEP_FAILED && exd_stream_failure(i->stream, err)))
+            return SHM_RESULT_FAILED;
+        if (step != EXD_STEP_AGAIN && watchdog_expired(&dog, exd_stream_progress(i->stream))) {
+            exd_stream_stuck(i->stream, step, i->config.watchdog_ns, err);
+            return SHM_RESULT_FAILED;
+        }
+    }
+}
+
+static bool consumed(struct exd_issuer *i)
+{
+    return exd_stream_consumed(i->stream) || cancelled(i);
+}
+
+/* After the last decision: everything lands and the worker releases it. */
+static uint32_t wait_consumed(struct exd_issuer *i, struct shm_error *err)
+{
+    struct watchdog dog = {.limit_ns = i->config.watchdog_ns};
+    for (;;) {
+        if (exd_stream_violation(i->stream, err))
+            return SHM_RESULT_FAILED;
+        if (exd_stream_consumed(i->stream))
+            return SHM_RESULT_OK;
+        if (cancelled(i))
+            return SHM_RESULT_CANCELLED;
+        if (!sleep_unless(i, consumed, WAIT_NS))
+            return stopping(err);
+        if (watchdog_expired(&dog, exd_stream_progress(i->stream))) {
+            exd_stream_stuck(i->stream, EXD_STEP_DONE, i->config.watchdog_ns, err);
+            return SHM_RESULT_FAILED;
+        }
+    }
+}
+
+static void tell_held_off(struct exd_issuer *i, const struct exd_stream_plan *plan)
+{
+    const char *why = exd_stream_held_off_text(plan->held_off);
+    if (!why || i->held_off_told)
+        return;
+    i->held_off_told = true;
+    fprintf(stderr, "<6>worker %s: routed stream held off for a chunk of %u tokens: %s (floor %u)\n", i->name,
+            plan->tokens, why, plan->floor);
+}
+
+/* result and error text, then done_seq: the worker looks at nothing before it. */
+static void finish(struct exd_issuer *i, uint32_t result, const struct shm_error *err)
+{
+    struct shm_worker *w = worker(i);
+    if (result == SHM_RESULT_FAILED)
+        snprintf(w->error_text, sizeof w->error_text, "%s", shm_error_text(err));
+    atomic_store_explicit(&w->result, result, memory_order_relaxed);
+    i->group_base = exd_stream_end_group(i->stream);
+    atomic_store(&i->busy, false);
+    /* release, pairs with the worker's acquire: result, error text, report */
+    atomic_store_explicit(&w->done_seq, i->next_seq, memory_order_release);
+    i->next_seq++;
+    shm_bell_ring(&w->landed_bell);
+}
+
+/* One stream from its descriptor to done_seq. Returns false when the worker broke the protocol or the
+ * watchdog ended it: no further stream is run for it. */
+static bool run_stream(struct exd_issuer *i)
+{
+    struct shm_error err = {0};
+    struct exd_stream_settings settings = exd_issuer_settings(i);
+    struct exd_stream_plan plan;
+    int rc = exd_stream_begin(i->stream, i->next_seq, i->group_base, &settings, &plan, &err);
+    if (rc) {
+        i->config.fault(i->config.ctx, shm_error_text(&err));
+        return false;
+    }
+    atomic_store(&i->busy, true);
+    pthread_mutex_lock(&i->lock);
+    if (i->drain_why[0])
+        shm_error_set(&err, ESHUTDOWN, "%s", i->drain_why);
+    pthread_mutex_unlock(&i->lock);
+
+    bool keep = true;
+    uint32_t result = SHM_RESULT_FAILED;
+    if (!err.code) {
+        tell_held_off(i, &plan);
+        result = walk_to_end(i, &err);
+        if (result == SHM_RESULT_OK)
+            result = wait_consumed(i, &err);
+        keep = result != SHM_RESULT_FAILED;
+    }
+    exd_stream_end(i->stream, result, STOP_DRAIN_NS, i->config.trace ? i->name : NULL);
+    finish(i, result, &err);
+    if (!keep)
+        i->config.fault(i->config.ctx, shm_error_text(&err));
+    return keep;
+}
+
+static void *run(void *arg)
+{
+    struct exd_issuer *i = arg;
+    prctl(PR_SET_NAME, "issuer");
+    while (!atomic_load(&i->stop)) {
+        if (!stream_posted(i)) {
+            sleep_unless(i, stream_posted, UINT64_C(10) * WAIT_NS);
+            continue;
+        }
+        if (!run_stream(i))
+            break;
+    }
+    return NULL;
+}
+
+static int check_settings(const struct exd_stream_settings *s, struct shm_error *err)
+{
+    if (s->policy != SHM_POLICY_FULL && s->policy != SHM_POLICY_ROUTED)
+        return shm_error_set(err, EINVAL, "stream policy %u is unknown: use full or routed", s->policy);
+    if (s->order < SHM_ORDER_INDEX || s->order > SHM_ORDER_PREDICTED)
+        return shm_error_set(err, EINVAL, "stream order %u is unknown: use index, recent or predicted",
+                             s->order);
+    if (!s->depth || s->depth > SHM_RING_MAX)
+        return shm_error_set(err, EINVAL, "stream depth %u is not in 1..%u", s->depth, SHM_RING_MAX);
+    return 0;
+}
+
+int exd_issuer_start(const struct exd_issuer_config *config, struct exd_issuer **ret_issuer,
+                     struct shm_error *err)
+{
+    int rc = check_settings(&config->settings, err);
+    if (rc)
+        return rc;
+    struct exd_issuer *i = calloc(1, sizeof *i);
+    if (!i)
+        return shm_error_set(err, ENOMEM, "issuer of worker %s: no memory", config->name);
+    i->config = *config;
+    if (!i->config.watchdog_ns)
+        i->config.watchdog_ns = WATCHDOG_DEFAULT;
+    snprintf(i->name, sizeof i->name, "%s", config->name ? config->name : "?");
+    i->config.name = i->name;
+    i->settings = config->settings;
+    i->next_seq = 1;
+    pthread_mutex_init(&i->lock, NULL);
+    i->stream = exd_stream_new(config->arena, &config->control, &config->geometry, config->link, i->name);
+    if (!i->stream) {
+        rc = shm_error_set(err, ENOMEM, "issuer of worker %s: no memory for its tables", i->name);
+        goto fail;
+    }
+    rc = pthread_create(&i->thread, NULL, run, i);
+    if (rc) {
+        rc = shm_error_set(err, rc, "issuer of worker %s: can't start its thread: %s", i->name, strerror(rc));
+        goto fail;
+    }
+    *ret_issuer = i;
+    return 0;
+fail:
+    exd_stream_free(&i->stream);
+    pthread_mutex_destroy(&i->lock);
+    free(i);
+    return rc;
+}
+
+int exd_issuer_configure(struct exd_issuer *i, const struct exd_stream_settings *settings,
+                         struct shm_error *err)
+{
+    struct exd_stream_settings s = exd_issuer_settings(i);
+    if (settings->policy)
+        s.policy = settings->policy;
+    if (settings->order)
+        s.order = settings->order;
+    if (settings->depth)
+        s.depth = settings->depth;
+    if (settings->floor)
+        s.floor = settings->floor;
+    int rc = check_settings(&s, err);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&i->lock);
+    i->settings = s;
+    pthread_mutex_unlock(&i->lock);
+    return 0;
+}
+
+struct exd_stream_settings exd_issuer_settings(struct exd_issuer *i)
+{
+    pthread_mutex_lock(&i->lock);
+    struct exd_stream_settings s = i->settings;
+    pthread_mutex_unlock(&i->lock);
+    return s;
+}
+
+bool exd_issuer_busy(struct exd_issuer *i)
+{
+    return atomic_load(&i->busy);
+}
+
+void exd_issuer_drain(struct exd_issuer *i, const char *why)
+{
+    pthread_mutex_lock(&i->lock);
+    snprintf(i->drain_why, sizeof i->drain_why, "%s", why);
+    pthread_mutex_unlock(&i->lock);
+}
+
+void exd_issuer_stop(struct exd_issuer **issuer)
+{
+    struct exd_issuer *i = *issuer;
+    if (!i)
+        return;
+    atomic_store(&i->stop, true);
+    shm_bell_ring(&worker(i)->issuer_bell);
+    pthread_join(i->thread, NULL);
+    exd_stream_free(&i->stream);
+    pthread_mutex_destroy(&i->lock);
+    free(i);
+    *issuer = NULL;
+}

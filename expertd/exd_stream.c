@@ -1,0 +1,468 @@
+/* SPDX-License-Identifier: MIT */
+#include "expertd/exd_stream.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define TOKENS_MAX (1u << 24) /* of a chunk: far past any context */
+
+struct exd_stream {
+    const struct shm_arena_view *arena;
+    struct shm_worker_view control;
+    struct shm_geometry geometry;
+    struct krn_link *link;
+    const char *name;
+    struct exd_walk *walk;
+
+    /* Private copies of what the worker wrote; [layers] each. */
+    struct shm_mask *resident, *routed, *issued;
+    bool *published;
+    uint32_t *expected_row; /* [experts], of the layer named next */
+    uint32_t expected_layer;
+    bool expected_is_prediction;
+
+    uint64_t seq, group_base, groups;
+    uint64_t landed_base, released, signalled;
+    uint32_t flags, published_layers;
+    struct exd_stream_plan plan;
+    uint64_t bytes;
+    struct shm_error violation;
+};
+
+static struct shm_worker *worker(const struct exd_stream *s)
+{
+    return s->control.worker;
+}
+
+/* ---- the walk's environment ---- */
+
+static uint64_t env_released(void *ctx)
+{
+    struct exd_stream *s = ctx;
+    /* acquire, pairs with the worker's release: its last reads of the slots are over */
+    uint64_t word = atomic_load_explicit(&worker(s)->released_groups, memory_order_acquire);
+    uint64_t released = word - s->group_base;
+    if (released == s->released)
+        return released;
+    if (released > s->signalled || released < s->released) {
+        if (!s->violation.code)
+            shm_error_set(&s->violation, EPROTO,
+                          "worker %s released group %" PRIu64 " of stream %" PRIu64 " while %" PRIu64
+                          " were signalled and %" PRIu64 " released",
+                          s->name, released, s->seq, s->signalled, s->released);
+        return s->released;
+    }
+    return s->released = released;
+}
+
+static uint64_t env_landed(void *ctx)
+{
+    struct exd_stream *s = ctx;
+    return krn_link_landed(s->link) - s->landed_base;
+}
+
+static const struct shm_mask *env_published(void *ctx, uint32_t layer)
+{
+    struct exd_stream *s = ctx;
+    if (s->published[layer])
+        return &s->routed[layer];
+    const struct shm_route *route = &s->control.route[layer];
+    /* acquire, pairs with the worker's release: the mask is whole */
+    if (atomic_load_explicit(&route->seq, memory_order_acquire) != s->seq)
+        return NULL;
+    /* Bits past the experts mean nothing; masking them keeps every loop inside the tables. */
+    struct shm_mask mask = {{0}};
+    for (uint32_t word = 0; word * 64 < s->geometry.experts; word++) {
+        uint32_t rest = s->geometry.experts - word * 64;
+        mask.word[word] = route->mask.word[word] & (rest < 64 ? (UINT64_C(1) << rest) - 1 : UINT64_MAX);
+    }
+    s->routed[layer] = mask;
+    s->published[layer] = true;
+    s->published_layers++;
+    return &s->routed[layer];
+}
+
+/* A layer's row is copied when it is first asked for, and once more when the
+ * prediction for it appears. Any values are legal: they only order. */
+static const uint32_t *env_expected(void *ctx, uint32_t layer, bool *ret_confident)
+{
+    struct exd_stream *s = ctx;
+    bool predicted = s->plan.order == SHM_ORDER_PREDICTED && layer > 0 && (s->flags & SHM_STREAM_PREDICTS) &&
+                     env_published(s, layer - 1);
+    if (s->expected_layer != layer || s->expected_is_prediction != predicted) {
+        const uint32_t *rows = predicted ? s->control.predicted : s->control.recent;
+        memcpy(s->expected_row, rows + (size_t)layer * s->geometry.experts,
+               s->geometry.experts * sizeof *s->expected_row);
+        s->expected_layer = layer;
+        s->expected_is_prediction = predicted;
+    }
+    *ret_confident = predicted;
+    return s->expected_row;
+}
+
+static bool env_loaded(void *ctx, uint32_t layer, uint32_t expert)
+{
+    struct exd_stream *s = ctx;
+    return shm_arena_ready(s->arena, shm_arena_blob_unit(s->arena, layer, expert));
+}
+
+static void env_decide(void *ctx, uint32_t layer, uint32_t expert, uint32_t state, uint32_t group,
+                       uint32_t slot)
+{
+    struct exd_stream *s = ctx;
+    /* relaxed: ordered before the worker's read by the signal (link queue, then landed_groups) */
+    atomic_store_explicit(&s->control.table[(size_t)layer * s->geometry.experts + expert],
+                          shm_entry_make(state, group, slot), memory_order_relaxed);
+    if (state == SHM_ENTRY_DROPPED)
+        atomic_store_explicit(&worker(s)->dropped_entries, exd_walk_counts(s->walk).dropped,
+                              memory_order_relaxed);
+}
+
+static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
+                     uint64_t group)
+{
+    struct exd_stream *s = ctx;
+    uint64_t bytes = s->arena->layers[layer].blob_bytes;
+    int rc = krn_link_copy(s->link, (uint64_t)slot * s->geometry.slot_bytes,
+                           shm_arena_blob(s->arena, layer, expert), bytes);
+    if (rc)
+        return rc;
+    s->bytes += bytes;
+    shm_mask_set(&s->issued[layer], expert);
+    /* relaxed: for tools only */
+    atomic_store_explicit(&s->control.slot_map[slot], shm_slot_pack(s->group_base + group, layer, expert),
+                          memory_order_relaxed);
+    atomic_store_explicit(&worker(s)->issue_layer, layer, memory_order_relaxed);
+    atomic_store_explicit(&worker(s)->issued_entries, entry + 1, memory_order_relaxed);
+    atomic_store_explicit(&worker(s)->landed_entries, env_landed(s), memory_order_relaxed);
+    return 0;
+}
+
+static int env_signal(void *ctx, uint64_t groups)
+{
+    struct exd_stream *s = ctx;
+    s->signalled = groups;
+    return krn_link_signal(s->link, s->group_base + groups);
+}
+
+/* ---- life ---- */
+
+struct exd_stream *exd_stream_new(const struct shm_arena_view *arena, const struct shm_worker_view *control,
+                                  const struct shm_geometry *g, struct krn_link *link, const char *name)
+{
+    struct exd_stream *s = calloc(1, sizeof *s);
+    if (!s)
+        return NULL;
+    s->arena = arena;
+    s->control = *control;
+    s->geometry = *g;
+    s->link = link;
+    s->name = name;
+    s->walk = exd_walk_new(g->layers, g->experts, g->ring);
+    s->resident = calloc(g->layers, sizeof *s->resident);
+    s->routed = calloc(g->layers, sizeof *s->routed);
+    s->issued = calloc(g->layers, sizeof *s->issued);
+    s->published = calloc(g->layers, sizeof *s->published);
+    s->expected_row = calloc(g->experts, sizeof *s->expected_row);
+    if (!s->walk || !s->resident || !s->routed || !s->issued || !s->published || !s->expected_row)
+        exd_stream_free(&s);
+    return s;
+}
+
+void exd_stream_free(struct exd_stream **stream)
+{
+    struct exd_stream *s = *stream;
+    if (!s)
+        return;
+    exd_walk_free(&s->walk);
+    free(s->resident);
+    free(s->routed);
+    free(s->issued);
+    free(s->published);
+    free(s->expected_row);
+    free(s);
+    *stream = NULL;
+}
+
+static struct exd_stream_plan plan_stream(const struct exd_stream *s, const struct exd_stream_settings *set,
+                                          uint32_t tokens)
+{
+    struct exd_stream_plan p = {.tokens = tokens,
+                                .policy = set->policy,
+                                .order = set->order,
+                                .depth = set->depth,
+                                .floor = set->floor};
+    if (tokens < set->floor) {
+        p.policy = SHM_POLICY_DEMAND;
+        p.held_off = SHM_HELD_FLOOR;
+    } else if (set->policy == SHM_POLICY_FULL) {
+        p.order = SHM_ORDER_INDEX;
+        p.held_off = SHM_HELD_POLICY;
+    } else if (set->order == SHM_ORDER_PREDICTED && !(s->flags & SHM_STREAM_PREDICTS)) {
+        p.order = SHM_ORDER_RECENT;
+        p.held_off = SHM_HELD_PREDICTION;
+    }
+    return p;
+}
+
+static int check_descriptor(struct exd_stream *s, const struct shm_descriptor *d, struct shm_error *err)
+{
+    if (d->seq != s->seq || d->group_base != s->group_base)
+        return shm_error_set(err, EPROTO,
+                             "worker %s posted stream %" PRIu64 " from group %" PRIu64
+                             ", expected stream %" PRIu64 " from group %" PRIu64,
+                             s->name, d->seq, d->group_base, s->seq, s->group_base);
+    if (!d->tokens || d->tokens > TOKENS_MAX)
+        return shm_error_set(err, EPROTO, "worker %s posted a chunk of %u tokens, allowed are 1 to %u",
+                             s->name, d->tokens, TOKENS_MAX);
+    /* acquire, pairs with the worker's release: nothing of earlier streams is read any more */
+    uint64_t released = atomic_load_explicit(&worker(s)->released_groups, memory_order_acquire);
+    if (released != s->group_base)
+        return shm_error_set(err, EPROTO,
+                             "worker %s posted stream %" PRIu64 " with %" PRIu64 " groups released, %" PRIu64
+                             " were due",
+                             s->name, s->seq, released, s->group_base);
+    return 0;
+}
+
+int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
+                     const struct exd_stream_settings *settings, struct exd_stream_plan *ret_plan,
+                     struct shm_error *err)
+{
+    const struct shm_geometry *g = &s->geometry;
+    s->seq = seq;
+    s->group_base = group_base;
+    s->groups = (uint64_t)g->layers * g->groups_per_layer;
+    s->released = s->signalled = s->bytes = 0;
+    s->published_layers = 0;
+    s->expected_layer = UINT32_MAX;
+    s->violation = (struct shm_error){0};
+    memset(s->published, 0, g->layers * sizeof *s->published);
+    memset(s->issued, 0, g->layers * sizeof *s->issued);
+
+    struct shm_descriptor d = worker(s)->descriptor; /* read once */
+    int rc = check_descriptor(s, &d, err);
+    if (rc)
+        return rc;
+    s->flags = d.flags;
+    memcpy(s->resident, s->control.resident, g->layers * sizeof *s->resident);
+    s->plan = plan_stream(s, settings, d.tokens);
+
+    static const struct exd_walk_env env_table = {
+        .released = env_released,
+        .landed = env_landed,
+        .published = env_published,
+        .expected = env_expected,
+        .loaded = env_loaded,
+        .decide = env_decide,
+        .issue = env_issue,
+        .signal = env_signal,
+    };
+    struct exd_walk_env env = env_table;
+    env.ctx = s;
+    struct exd_walk_config c = {
+        .layers = g->layers,
+        .experts = g->experts,
+        .ring = g->ring,
+        .group_entries = g->group_entries,
+        .groups_per_layer = g->groups_per_layer,
+        .policy = s->plan.policy,
+        .order = s->plan.order,
+        .depth = s->plan.depth,
+        .resident = s->resident,
+    };
+    krn_link_mark(s->link);
+    s->landed_base = krn_link_landed(s->link);
+    rc = exd_walk_start(s->walk, &c, &env, err);
+    if (rc)
+        return rc;
+
+    struct shm_worker *w = worker(s); /* for tools: relaxed */
+    atomic_store_explicit(&w->policy, s->plan.policy, memory_order_relaxed);
+    atomic_store_explicit(&w->order, s->plan.order, memory_order_relaxed);
+    atomic_store_explicit(&w->depth, s->plan.depth, memory_order_relaxed);
+    atomic_store_explicit(&w->held_off, s->plan.held_off, memory_order_relaxed);
+    atomic_store_explicit(&w->issued_entries, 0, memory_order_relaxed);
+    atomic_store_explicit(&w->landed_entries, 0, memory_order_relaxed);
+    atomic_store_explicit(&w->dropped_entries, 0, memory_order_relaxed);
+    atomic_store_explicit(&w->issue_layer, 0, memory_order_relaxed);
+    *ret_plan = s->plan;
+    return 0;
+}
+
+enum exd_step exd_stream_step(struct exd_stream *s)
+{
+    return exd_walk_step(s->walk);
+}
+
+bool exd_stream_consumed(struct exd_stream *s)
+{
+    return env_released(s) == s->groups && env_landed(s) == exd_walk_counts(s->walk).issued;
+}
+
+bool exd_stream_violation(const struct exd_stream *s, struct shm_error *err)
+{
+    if (s->violation.code)
+        *err = s->violation;
+    return s->violation.code != 0;
+}
+
+bool exd_stream_failure(const struct exd_stream *s, struct shm_error *err)
+{
+    uint32_t layer;
+    uint64_t entry;
+    exd_walk_position(s->walk, &layer, &entry);
+    shm_error_set(err, -exd_walk_status(s->walk),
+                  "worker %s: copying entry %" PRIu64 " of layer %u to its ring failed: %s", s->name, entry,
+                  layer, strerror(-exd_walk_status(s->walk)));
+    return true;
+}
+
+uint64_t exd_stream_progress(struct exd_stream *s)
+{
+    uint32_t layer;
+    uint64_t entry;
+    exd_walk_position(s->walk, &layer, &entry);
+    return env_released(s) + env_landed(s) + entry + layer + s->published_layers +
+           exd_walk_counts(s->walk).dropped;
+}
+
+void exd_stream_stuck(struct exd_stream *s, enum exd_step step, uint64_t limit_ns, struct shm_error *err)
+{
+    static const char *const words[EXD_STEP_COUNT] = {
+        [EXD_STEP_WAIT_SLOT] = "released_groups",
+        [EXD_STEP_WAIT_DEPTH] = "landed copies of the link",
+        [EXD_STEP_WAIT_PUBLISH] = "route.seq",
+        [EXD_STEP_WAIT_BLOB] = "ready flag of the arena",
+        [EXD_STEP_DONE] = "released_groups (all entries issued)",
+    };
+    uint32_t layer;
+    uint64_t entry;
+    exd_walk_position(s->walk, &layer, &entry);
+    shm_error_set(err, ETIMEDOUT,
+                  "worker %s: no progress for %.1f s in stream %" PRIu64 ", layer %u, entry %" PRIu64
+                  ": waited on %s; detached, it may attach again",
+                  s->name, (double)limit_ns / 1e9, s->seq, layer, entry,
+                  words[step] ? words[step] : "nothing");
+}
+
+/* ---- end ---- */
+
+static void count_waste(struct exd_stream *s, struct shm_report *r)
+{
+    for (uint32_t l = 0; l < s->geometry.layers; l++) {
+        if (!env_published(s, l))
+            continue; /* cancelled before: nothing is known about its waste */
+        for (uint32_t word = 0; word * 64 < s->geometry.experts; word++) {
+            uint64_t streamed = ~s->resident[l].word[word];
+            uint64_t routed = s->routed[l].word[word];
+            uint64_t wasted = s->issued[l].word[word] & ~routed;
+            r->routed += (uint64_t)__builtin_popcountll(routed & streamed);
+            r->wasted += (uint64_t)__builtin_popcountll(wasted);
+            r->wasted_bytes += (uint64_t)__builtin_popcountll(wasted) * s->arena->layers[l].blob_bytes;
+        }
+    }
+}
+
+static uint64_t streamed_entries(const struct exd_stream *s)
+{
+    uint64_t n = 0;
+    for (uint32_t l = 0; l < s->geometry.layers; l++)
+        n += s->geometry.experts - shm_mask_count(&s->resident[l], s->geometry.experts);
+    return n;
+}
+
+static void add_total(_Atomic uint64_t *word, uint64_t n)
+{
+    /* single writer */
+    atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + n, memory_order_relaxed);
+}
+
+static void add_totals(struct shm_totals *t, const struct shm_report *r)
+{
+    add_total(&t->streams, 1);
+    add_total(&t->cancelled, r->result == SHM_RESULT_CANCELLED);
+    add_total(&t->failed, r->result == SHM_RESULT_FAILED);
+    add_total(&t->held_off, r->held_off != SHM_HELD_NONE);
+    add_total(&t->entries, r->entries);
+    add_total(&t->copied, r->copied);
+    add_total(&t->dropped, r->dropped);
+    add_total(&t->wasted, r->wasted);
+    add_total(&t->bytes, r->bytes);
+    add_total(&t->wasted_bytes, r->wasted_bytes);
+    add_total(&t->link_ns, r->link_ns);
+    add_total(&t->wait_ns, r->wait_ns);
+}
+
+static void trace_line(const char *name, const struct shm_report *r)
+{
+    static const char *const policies[] = {"default", "full", "routed", "demand"};
+    static const char *const orders[] = {"default", "index", "recent", "predicted"};
+    static const char *const results[] = {"running", "ok", "cancelled", "failed"};
+    fprintf(stderr,
+            "<7>trace worker=%s stream=%" PRIu64 " tokens=%u policy=%s order=%s depth=%u ring=%u result=%s "
+            "routed=%.1f%% entries=%" PRIu64 " copied=%" PRIu64 " dropped=%" PRIu64 " unrouted=%" PRIu64
+            " bytes=%" PRIu64 " link_ms=%.3f span_ms=%.3f wait_ms=%.3f outstanding_max=%" PRIu64 "\n",
+            name, r->seq, r->tokens, policies[r->policy], orders[r->order], r->depth, r->ring,
+            results[r->result], r->entries ? 100.0 * (double)r->routed / (double)r->entries : 0.0, r->entries,
+            r->copied, r->dropped, r->wasted, r->bytes, (double)r->link_ns / 1e6, (double)r->span_ns / 1e6,
+            (double)r->wait_ns / 1e6, r->outstanding_max);
+}
+
+void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, const char *trace)
+{
+    if (result == SHM_RESULT_CANCELLED)
+        krn_link_signal(s->link, s->group_base + s->groups);
+    if (krn_link_drain(s->link, drain_ns))
+        fprintf(stderr, "<4>worker %s: its link did not empty within %.1f s\n", s->name,
+                (double)drain_ns / 1e9);
+    struct exd_walk_counts c = exd_walk_counts(s->walk);
+    struct krn_link_stats link;
+    krn_link_stats(s->link, &link);
+    struct shm_report r = {
+        .seq = s->seq,
+        .tokens = s->plan.tokens,
+        .policy = s->plan.policy,
+        .order = s->plan.order,
+        .depth = s->plan.depth,
+        .ring = s->geometry.ring,
+        .held_off = s->plan.held_off,
+        .result = result,
+        .layers = s->geometry.layers,
+        .entries = streamed_entries(s),
+        .copied = c.issued,
+        .dropped = c.dropped,
+        .bytes = s->bytes,
+        .link_ns = link.mark_busy_ns,
+        .span_ns = link.first_ns ? link.last_ns - link.first_ns : 0,
+        .wait_ns = atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed),
+        .outstanding_max = c.outstanding_max,
+    };
+    count_waste(s, &r);
+    shm_report_write(worker(s), &r);
+    add_totals(&worker(s)->totals, &r);
+    atomic_store_explicit(&worker(s)->landed_entries, c.issued, memory_order_relaxed);
+    if (trace)
+        trace_line(trace, &r);
+}
+
+uint64_t exd_stream_end_group(const struct exd_stream *s)
+{
+    return s->group_base + s->groups;
+}
+
+const char *exd_stream_held_off_text(uint32_t held_off)
+{
+    switch (held_off) {
+    case SHM_HELD_FLOOR:
+        return "below the floor only routed experts move, after the router (--floor)";
+    case SHM_HELD_PREDICTION:
+        return "order predicted needs predictions that this worker does not publish; order recent is used "
+               "(--order)";
+    default:
+        return NULL; /* set on purpose */
+    }
+}

@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Stream: one worker's streams as the issuer sees them: the environment in
+ * which the walk runs (control segment, arena, link), and the counting.
+ *
+ * Used by the issuer's thread alone. Reads each word of the control segment
+ * once, checks it, keeps a private copy; what breaks the protocol is kept as
+ * a violation that the issuer asks for after each step. No call blocks but
+ * exd_stream_end.
+ */
+#ifndef EXD_STREAM_H
+#define EXD_STREAM_H
+
+#include "expertd/exd_issuer.h"
+#include "expertd/exd_walk.h"
+
+struct exd_stream;
+
+/* What a stream is run with. */
+struct exd_stream_plan {
+    uint32_t tokens, policy, order, depth, floor, held_off;
+};
+
+/* Memory for all streams of a worker. The arguments must outlive it. NULL: no memory. */
+struct exd_stream *exd_stream_new(const struct shm_arena_view *arena, const struct shm_worker_view *control,
+                                  const struct shm_geometry *geometry, struct krn_link *link,
+                                  const char *name);
+void exd_stream_free(struct exd_stream **stream);
+
+/* Reads and checks the descriptor of stream seq whose first group is group_base, plans, starts the walk.
+ * Returns 0, or -EPROTO when the worker broke the protocol. */
+int exd_stream_begin(struct exd_stream *stream, uint64_t seq, uint64_t group_base,
+                     const struct exd_stream_settings *settings, struct exd_stream_plan *ret_plan,
+                     struct shm_error *err);
+
+enum exd_step exd_stream_step(struct exd_stream *stream);
+
+/* True once every group was signalled, landed and released. */
+bool exd_stream_consumed(struct exd_stream *stream);
+
+/* True, with err filled, when the worker broke the protocol in this stream. */
+bool exd_stream_violation(const struct exd_stream *stream, struct shm_error *err);
+
+/* Fills err after EXD_STEP_FAILED; true. */
+bool exd_stream_failure(const struct exd_stream *stream, struct shm_error *err);
+
+/* A number that changes whenever something moved. */
+uint64_t exd_stream_progress(struct exd_stream *stream);
+
+/* The watchdog's line: worker, layer, entry and the word that did not change. */
+void exd_stream_stuck(struct exd_stream *stream, enum exd_step step, uint64_t limit_ns,
+                      struct shm_error *err);
+
+/* Ends it: what is on the link lands (waits at most drain_ns); after a cancellation landed_groups goes to
+ * the stream's end; report and totals are written, with a trace line for worker `trace` unless NULL. */
+void exd_stream_end(struct exd_stream *stream, uint32_t result, uint64_t drain_ns, const char *trace);
+
+/* Number of the first group after the stream. */
+uint64_t exd_stream_end_group(const struct exd_stream *stream);
+
+/* One clause, or NULL for a reason that needs no word. */
+const char *exd_stream_held_off_text(uint32_t held_off);
+
+#endif
