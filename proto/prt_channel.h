@@ -39,9 +39,8 @@ void prt_server_close(struct prt_server **server);
 int prt_channel_connect(const char *path, struct prt_channel **ret_channel, struct shm_error *err);
 
 /* Sends a request and waits for its reply: at most timeout_ms, and no longer than the process behind
- * peer_pidfd (-1: not watched) lives. The reply need not be to this request when an earlier one timed out:
- * the caller compares ids and calls prt_channel_receive again. 0, -ETIMEDOUT, -ESRCH (peer died),
- * -EMSGSIZE, or another errno. */
+ * peer_pidfd (-1: not watched) lives. After a timeout the next request supersedes the old one; its late reply
+ * is discarded. 0, -ETIMEDOUT, -ESRCH (peer died), -EMSGSIZE, or another errno. */
 int prt_channel_request(struct prt_channel *channel, const void *request, size_t n, void *reply,
                         size_t capacity, size_t *ret_bytes, int peer_pidfd, uint32_t timeout_ms);
 
