@@ -122,7 +122,7 @@ static uint64_t first_group(const struct exd_walk *w)
 static int fill_group(struct exd_walk *w)
 {
     w->entry++;
-    if (++w->in_group < w->config.group_entries)
+    if (++w->in_group < w->config.group_entries + (EXD_MUTANT(SIM_MUTANT_GROUP_TOO_LARGE) ? 1 : 0))
         return 0;
     w->in_group = 0;
     w->group++;
@@ -185,7 +185,9 @@ static enum exd_step issue(struct exd_walk *w, uint32_t e)
     if (!EXD_MUTANT(SIM_MUTANT_COPY_TWICE) || w->entry % 7)
         todo_clear(w, e);
     w->slot_group[slot] = group + 1;
-    w->env.decide(w->env.ctx, w->layer, e, SHM_ENTRY_SLOT, w->group, slot);
+    uint32_t in_layer = w->group;
+    if (!EXD_MUTANT(SIM_MUTANT_TABLE_AFTER_SIGNAL))
+        w->env.decide(w->env.ctx, w->layer, e, SHM_ENTRY_SLOT, in_layer, slot);
     int rc;
     if (EXD_MUTANT(SIM_MUTANT_SIGNAL_BEFORE_COPY) && w->in_group + 1 == w->config.group_entries &&
         (rc = signal_to(w, group + 1)))
@@ -198,6 +200,8 @@ static enum exd_step issue(struct exd_walk *w, uint32_t e)
     if (queued > w->counts.outstanding_max)
         w->counts.outstanding_max = queued;
     rc = fill_group(w);
+    if (EXD_MUTANT(SIM_MUTANT_TABLE_AFTER_SIGNAL))
+        w->env.decide(w->env.ctx, w->layer, e, SHM_ENTRY_SLOT, in_layer, slot);
     return rc ? fail(w, rc) : EXD_STEP_AGAIN;
 }
 
@@ -221,7 +225,7 @@ static enum exd_step step_full(struct exd_walk *w)
         w->env.published(w->env.ctx, w->layer);
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
-    if (!w->env.loaded(w->env.ctx, w->layer, e))
+    if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
     return issue(w, e);
 }
@@ -259,7 +263,7 @@ static enum exd_step step_index(struct exd_walk *w)
         return EXD_STEP_WAIT_SLOT;
     if (!depth_free(w))
         return EXD_STEP_WAIT_DEPTH;
-    if (!w->env.loaded(w->env.ctx, w->layer, e))
+    if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
     return issue(w, e);
 }
@@ -316,7 +320,7 @@ static enum exd_step step_expected(struct exd_walk *w)
     uint32_t e = choose(w, expected);
     if (!routed && confident && expected && expected[e] == 0)
         return EXD_STEP_WAIT_PUBLISH;
-    if (!w->env.loaded(w->env.ctx, w->layer, e))
+    if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
     return issue(w, e);
 }
@@ -356,7 +360,8 @@ int exd_walk_start(struct exd_walk *w, const struct exd_walk_config *c, const st
     w->status = 0;
     w->last = EXD_STEP_AGAIN;
     w->layer = 0;
-    w->layer_open = false;
+    if (!EXD_MUTANT(SIM_MUTANT_KEEP_LAYER))
+        w->layer_open = false;
     w->entry = 0;
     w->signalled = 0;
     if (!EXD_MUTANT(SIM_MUTANT_KEEP_SLOTS))

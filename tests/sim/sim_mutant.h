@@ -1,30 +1,34 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Mutants of the walk: each breaks one rule of exd_walk.c, in test builds
- * only (-DEXD_WALK_MUTANTS). The simulation must notice every one.
+ * Mutants of the walk: the test-only build of exd_walk.c breaks the one rule
+ * that sim_mutant names. 0 is the unbroken walk.
  */
 #ifndef SIM_MUTANT_H
 #define SIM_MUTANT_H
 
-enum sim_mutant {
+enum {
     SIM_MUTANT_NONE,
+    SIM_MUTANT_COPY_TWICE,
+    SIM_MUTANT_WRONG_SLOT,
+    SIM_MUTANT_IGNORE_LOADED,
     SIM_MUTANT_DROP_BEFORE_PUBLISH,
     SIM_MUTANT_DROP_ROUTED,
     SIM_MUTANT_NO_RECHECK,
-    SIM_MUTANT_RING_OVERRUN,
     SIM_MUTANT_DEPTH_PLUS_ONE,
-    SIM_MUTANT_WRONG_SLOT,
-    SIM_MUTANT_COPY_TWICE,
-    SIM_MUTANT_SIGNAL_BEFORE_COPY,
-    SIM_MUTANT_DROPPED_GROUP_NOT_SIGNALLED,
-    SIM_MUTANT_FORGET_UNUSED_GROUPS,
-    SIM_MUTANT_STALE_TABLE,
     SIM_MUTANT_DEMAND_BLIND,
-    SIM_MUTANT_FULL_LOOKS_AT_GATE,
+    SIM_MUTANT_RING_OVERRUN,
+    SIM_MUTANT_SIGNAL_BEFORE_COPY,
+    SIM_MUTANT_TABLE_AFTER_SIGNAL,
+    SIM_MUTANT_GROUP_TOO_LARGE,
+    SIM_MUTANT_STALE_TABLE,
+    SIM_MUTANT_FORGET_UNUSED_GROUPS,
+    SIM_MUTANT_DROPPED_GROUP_NOT_SIGNALLED,
     SIM_MUTANT_KEEP_SLOTS,
+    SIM_MUTANT_KEEP_LAYER,
+    SIM_MUTANT_FULL_LOOKS_AT_GATE,
     SIM_MUTANT_COUNT
 };
 
-extern enum sim_mutant sim_mutant;
+extern int sim_mutant;
 
 #endif
