@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/inf_conversation.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+int inf_conversation_create(const struct inf_engine *e, struct shm_error *err,
+                            struct inf_conversation **ret_conversation)
+{
+    const struct inf_model *m = e->model;
+    struct inf_conversation *c = calloc(1, sizeof *c);
+    if (!c)
+        return -ENOMEM;
+    c->memory = MAP_FAILED;
+    c->layers = m->hparams.layers;
+    c->experts = m->hparams.experts;
+    c->capacity = e->ctx;
+    size_t pairs = (size_t)c->layers * c->experts, floats;
+    uint32_t ctx;
+    int rc = krn_host_kv_size(e->ctx, m->shape.kv_heads, m->shape.head_dim, &ctx, &floats);
+    if (rc || floats > SIZE_MAX / (2 * sizeof(float)) / c->layers) {
+        rc = shm_error_set(err, EOVERFLOW,
+                           "a context of %u tokens cannot be addressed: choose a smaller --ctx", e->ctx);
+        goto fail;
+    }
+    c->bytes = 2 * floats * sizeof(float) * c->layers;
+    c->memory =
+        mmap(NULL, c->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    c->tokens = calloc(c->capacity, sizeof *c->tokens);
+    c->kv = calloc(c->layers, sizeof *c->kv);
+    c->recent = calloc(pairs, sizeof *c->recent);
+    c->counts = calloc(pairs, sizeof *c->counts);
+    if (c->memory == MAP_FAILED || !c->tokens || !c->kv || !c->recent || !c->counts) {
+        rc = shm_error_set(err, ENOMEM,
+                           "keys and values of %u tokens need %.1f MiB, which the system refuses: "
+                           "choose a smaller --ctx",
+                           e->ctx, (double)c->bytes / 1048576);
+        goto fail;
+    }
+    float *at = c->memory;
+    for (uint32_t l = 0; l < c->layers; l++, at += 2 * floats)
+        c->kv[l] = (struct krn_kv){.k = at,
+                                   .v = at + floats,
+                                   .ctx = ctx,
+                                   .kv_heads = m->shape.kv_heads,
+                                   .head_dim = m->shape.head_dim};
+    *ret_conversation = c;
+    return 0;
+fail:
+    inf_conversation_destroy(&c);
+    return rc;
+}
+
+void inf_conversation_destroy(struct inf_conversation **conversation)
+{
+    struct inf_conversation *c = *conversation;
+    if (!c)
+        return;
+    if (c->memory != MAP_FAILED)
+        munmap(c->memory, c->bytes);
+    free(c->tokens);
+    free(c->kv);
+    free(c->recent);
+    free(c->counts);
+    free(c);
+    *conversation = NULL;
+}
+
+void inf_conversation_truncate(struct inf_conversation *c, uint32_t n)
+{
+    if (n < c->n)
+        c->n = n; /* the keys behind it are written over before they are read */
+}
+
+/* Adds the chunk's routing to the recent counts. */
+static void remember(struct inf_conversation *c, uint32_t tokens)
+{
+    size_t pairs = (size_t)c->layers * c->experts;
+    for (size_t i = 0; i < pairs; i++)
+        c->recent[i] += c->counts[i];
+    c->recent_tokens += tokens;
+    while (c->recent_tokens > INF_RECENT_TOKENS) {
+        for (size_t i = 0; i < pairs; i++)
+            c->recent[i] /= 2;
+        c->recent_tokens /= 2;
+    }
+}
+
+void inf_stream_sum_add(struct inf_stream_sum *sum, const struct inf_chunk *chunk)
+{
+    const struct shm_report *r = &chunk->stream;
+    if (!sum->chunks || chunk->tokens > sum->tokens_max) {
+        sum->tokens_max = chunk->tokens;
+        sum->policy = r->policy;
+        sum->order = r->order;
+        sum->depth = r->depth;
+        sum->ring = r->ring;
+        sum->held_off = r->held_off;
+    }
+    sum->chunks++;
+    sum->routed += r->routed;
+    sum->entries += r->entries;
+    sum->copied += r->copied;
+    sum->dropped += r->dropped;
+    sum->wasted += r->wasted;
+    sum->bytes += r->bytes;
+    sum->wasted_bytes += r->wasted_bytes;
+    sum->link_ns += r->link_ns;
+    sum->span_ns += r->span_ns;
+    sum->wait_ns += r->wait_ns;
+}
+
+/* The caller's callbacks, seen from inside a pass. */
+struct relay {
+    const struct inf_read_options *o;
+    const struct inf_engine *engine;
+    uint32_t position; /* of the chunk */
+    uint32_t tokens;   /* of the chunk */
+    double before;     /* tokens read before it in this call */
+};
+
+static void relay_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+{
+    const struct relay *r = ctx;
+    r->o->on_logits(r->o->ctx, position, rows, logits);
+}
+
+static void relay_routes(void *ctx, uint32_t layer, uint32_t tokens, const uint32_t *ids,
+                         const float *weights)
+{
+    const struct relay *r = ctx;
+    if (r->o->on_routes)
+        r->o->on_routes(r->o->ctx, layer, r->position, tokens, ids, weights);
+    if (r->o->on_progress)
+        r->o->on_progress(r->o->ctx,
+                          r->before + (double)r->tokens * (layer + 1) / r->engine->model->hparams.layers);
+}
+
+static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const int32_t *ids, uint32_t tokens,
+                      bool last, double before, const struct inf_read_options *o, struct shm_error *err)
+{
+    const struct inf_settings *set = &e->store.settings;
+    struct relay relay = {.o = o, .engine = e, .position = c->n, .tokens = tokens, .before = before};
+    struct inf_pass pass = {.ids = (const uint32_t *)ids,
+                            .tokens = tokens,
+                            .position = c->n,
+                            .kv = c->kv,
+                            .stream = e->store.stream,
+                            .resident = (const uint8_t *const *)e->store.resident,
+                            .counts = c->counts,
+                            .cancel = e->store.config.cancel,
+                            .first_logit = tokens,
+                            .ctx = &relay};
+    /* Predictions cost a router a layer: only where they are used. */
+    pass.predict =
+        set->order == SHM_ORDER_PREDICTED && set->policy == SHM_POLICY_ROUTED && tokens >= set->floor;
+    if (o->on_logits && o->logits == INF_LOGITS_ALL)
+        pass.first_logit = 0;
+    else if (o->on_logits && o->logits == INF_LOGITS_LAST && last)
+        pass.first_logit = tokens - 1;
+    pass.on_logits = o->on_logits ? relay_logits : NULL;
+    pass.on_routes = o->on_routes || o->on_progress ? relay_routes : NULL;
+
+    struct inf_chunk chunk = {.tokens = tokens, .position = c->n};
+    uint64_t start_ns = shm_now_ns();
+    int rc = inf_stream_begin(pass.stream, tokens, c->n, pass.predict, c->recent, err);
+    if (rc)
+        return rc;
+    rc = e->model->arch->forward(e->graph, &pass, err);
+    if (!rc)
+        rc = inf_stream_end(pass.stream, &chunk.stream, err);
+    if (rc) {
+        inf_stream_cancel(pass.stream, NULL); /* a lost stream shows in inf_store_alive */
+        return rc;
+    }
+    chunk.ns = shm_now_ns() - start_ns;
+    chunk.stream.wait_ns = inf_stream_wait_ns(pass.stream);
+    memcpy(c->tokens + c->n, ids, tokens * sizeof *ids);
+    c->n += tokens;
+    remember(c, tokens);
+    if (o->on_chunk)
+        o->on_chunk(o->ctx, &chunk);
+    return 0;
+}
+
+int inf_read(struct inf_engine *e, struct inf_conversation *c, const int32_t *ids, size_t n,
+             const struct inf_read_options *o, struct shm_error *err)
+{
+    if (!e->store.stream)
+        return shm_error_set(err, ESHUTDOWN, "no expertd is attached: start expertd and repeat the turn");
+    if (n > c->capacity - c->n)
+        return shm_error_set(err, E2BIG,
+                             "%zu tokens do not fit: the context holds %u, %u are in use: "
+                             "shorten the prompt or raise --ctx",
+                             n, c->capacity, c->n);
+    for (size_t i = 0; i < n; i++)
+        if (ids[i] < 0 || (uint32_t)ids[i] >= e->model->hparams.vocab)
+            return shm_error_set(err, EINVAL, "token %d is not in the vocabulary of %u", ids[i],
+                                 e->model->hparams.vocab);
+    size_t chunks = (n + e->chunk - 1) / e->chunk;
+    for (size_t i = 0, done = 0; i < chunks; i++) {
+        size_t rest = n - done;
+        uint32_t tokens = (uint32_t)((rest + (chunks - i) - 1) / (chunks - i));
+        int rc = read_chunk(e, c, ids + done, tokens, i + 1 == chunks, (double)done, o, err);
+        if (rc)
+            return rc;
+        done += tokens;
+    }
+    return 0;
+}
+
+const char *inf_policy_name(uint32_t policy)
+{
+    static const char *const name[] = {"default", "full", "routed", "demand"};
+    return policy < sizeof name / sizeof name[0] ? name[policy] : "unknown";
+}
+
+const char *inf_order_name(uint32_t order)
+{
+    static const char *const name[] = {"default", "index", "recent", "predicted"};
+    return order < sizeof name / sizeof name[0] ? name[order] : "unknown";
+}
+
+const char *inf_held_off_text(uint32_t held_off)
+{
+    static const char *const text[] = {
+        NULL,
+        "chunk below the floor: only routed experts are copied, after the router",
+        "the policy is set to full",
+        "order predicted, but no predictions: recent is used",
+    };
+    return held_off < sizeof text / sizeof text[0] ? text[held_off] : "unknown reason";
+}

@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Conversation: the tokens read so far, their keys and values (float32), and
+ * how often each expert was used lately. A follow-up turn reads only what is
+ * new. Nothing here belongs to expertd: a conversation survives its death.
+ *
+ * A chunk counts once it went through all layers; one that was cancelled or
+ * failed leaves the conversation as it was before that chunk.
+ *
+ * Recent routing: tokens per layer and expert; all counts are halved whenever
+ * they speak of more than INF_RECENT_TOKENS tokens, so that old text fades.
+ */
+#ifndef INF_CONVERSATION_H
+#define INF_CONVERSATION_H
+
+#include "inferd/inf_engine.h"
+
+#define INF_RECENT_TOKENS 4096u
+
+struct inf_conversation {
+    uint32_t capacity; /* tokens */
+    uint32_t n;        /* tokens read */
+    int32_t *tokens;   /* [capacity] */
+    struct krn_kv *kv; /* [layers] */
+    uint32_t layers, experts;
+    uint32_t *recent; /* [layers][experts] */
+    uint32_t recent_tokens;
+    uint32_t *counts; /* [layers][experts], of the running chunk */
+    void *memory;     /* of all keys and values; pages come as they are used */
+    uint64_t bytes;
+};
+
+/* -ENOMEM with the need named. */
+int inf_conversation_create(const struct inf_engine *engine, struct shm_error *err,
+                            struct inf_conversation **ret_conversation);
+void inf_conversation_destroy(struct inf_conversation **conversation);
+
+/* Forgets all but the first n tokens (n <= conversation->n). */
+void inf_conversation_truncate(struct inf_conversation *conversation, uint32_t n);
+
+/* What became of one chunk. */
+struct inf_chunk {
+    uint32_t tokens, position;
+    uint64_t ns;
+    struct shm_report stream;
+};
+
+/* The reports of several chunks, added up; policy, order and so on are those of the largest one. */
+struct inf_stream_sum {
+    uint32_t chunks, tokens_max;
+    uint32_t policy, order, depth, ring, held_off;
+    uint64_t routed, entries, copied, dropped, wasted, bytes, wasted_bytes, link_ns, span_ns, wait_ns;
+};
+void inf_stream_sum_add(struct inf_stream_sum *sum, const struct inf_chunk *chunk);
+
+enum inf_logits_wanted { INF_LOGITS_NONE, INF_LOGITS_LAST, INF_LOGITS_ALL };
+
+/* Callbacks may be NULL. */
+struct inf_read_options {
+    enum inf_logits_wanted logits;
+    /* rows of vocab logits, of the tokens from `position` on; in order. */
+    void (*on_logits)(void *ctx, uint32_t position, uint32_t rows, const float *logits);
+    /* Of one layer and chunk; ids and weights [tokens][experts_used]. */
+    void (*on_routes)(void *ctx, uint32_t layer, uint32_t position, uint32_t tokens, const uint32_t *ids,
+                      const float *weights);
+    /* After each layer: tokens read, of this call, fractions of a chunk included. */
+    void (*on_progress)(void *ctx, double tokens);
+    void (*on_chunk)(void *ctx, const struct inf_chunk *chunk);
+    void *ctx;
+};
+
+/* Reads n ids behind what the conversation holds, in chunks of about equal
+ * size, none above the engine's chunk, so that no short rest falls below the
+ * floor. A lost expertd is not attached anew here (inf_engine_ensure). Errors:
+ * -E2BIG does not fit in the context; -EINVAL an id outside the vocabulary;
+ * those of inf_stream.h. conversation->n tells what was completed. */
+int inf_read(struct inf_engine *engine, struct inf_conversation *conversation, const int32_t *ids, size_t n,
+             const struct inf_read_options *options, struct shm_error *err);
+
+/* Names for reports: "full", "routed", "demand"; "index", "recent",
+ * "predicted"; a held-off reason in words, NULL for none. */
+const char *inf_policy_name(uint32_t policy);
+const char *inf_order_name(uint32_t order);
+const char *inf_held_off_text(uint32_t held_off);
+
+#endif

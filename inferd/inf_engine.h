@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Engine: what one worker process needs to read and answer: the tie to
+ * expertd, the model on its arena, tokenizer, threads and activation memory.
+ * Conversations (inf_conversation.h) are separate: they outlive a lost expertd,
+ * and so does the engine.
+ *
+ * One thread drives it. Errors are one line, ready to be shown.
+ */
+#ifndef INF_ENGINE_H
+#define INF_ENGINE_H
+
+#include "inferd/inf_graph.h"
+#include "inferd/inf_store.h"
+#include "inferd/inf_tokenizer.h"
+
+#define INF_CHUNK_DEFAULT 4096u
+#define INF_CHUNK_MAX     (1u << 20)
+
+struct inf_engine_config {
+    struct inf_store_config store;
+    uint32_t threads; /* 0: as many as the process may run on */
+    uint32_t chunk;   /* most tokens in one pass; 0: INF_CHUNK_DEFAULT */
+    uint32_t ctx;     /* tokens of a conversation; 0: the model's context */
+};
+
+struct inf_engine {
+    struct inf_store store;
+    struct krn_pool *pool;
+    struct inf_model *model;
+    struct inf_tokenizer *tokenizer;
+    struct inf_graph *graph;
+    uint32_t chunk, ctx;
+    char *chat_template; /* copy, NUL-terminated, "" if there is none */
+    size_t chat_template_bytes;
+    uint64_t attach_ns; /* of the last attach */
+};
+
+int inf_engine_open(const struct inf_engine_config *config, struct shm_error *err,
+                    struct inf_engine **ret_engine);
+void inf_engine_close(struct inf_engine **engine);
+
+/* Makes sure that a living expertd is attached; attaches anew if not, waiting
+ * at most wait_ms for one to appear. *ret_again (may be NULL): attached anew. */
+int inf_engine_ensure(struct inf_engine *engine, uint32_t wait_ms, bool *ret_again, struct shm_error *err);
+
+/* A tokenizer from the catalog of a checked arena. */
+int inf_engine_tokenizer(const struct shm_arena_view *arena, struct shm_error *err,
+                         struct inf_tokenizer **ret_tokenizer);
+
+#endif

@@ -1,0 +1,262 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/inf_store.h"
+
+#include "proto/prt_file.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define RING_BYTES_AUTO  (UINT64_C(1) << 30)
+#define STALL_NS         UINT64_C(60000000000) /* loading without progress */
+#define OPEN_INTERVAL_MS 20
+
+void inf_store_init(struct inf_store *s, const struct inf_store_config *config)
+{
+    *s = (struct inf_store){.config = *config, .control_fd = -1, .ring_fd = -1};
+}
+
+static bool cancelled(const struct inf_store *s)
+{
+    return s->config.cancel && atomic_load_explicit(s->config.cancel, memory_order_relaxed);
+}
+
+static void close_session(struct inf_store *s)
+{
+    if (s->stream)
+        inf_stream_cancel(s->stream, NULL);
+    if (s->session && s->client && inf_store_alive(s))
+        prt_client_detach(s->client, s->session, NULL);
+    s->session = 0;
+    inf_stream_destroy(&s->stream);
+    if (s->control_base)
+        munmap(s->control_base, s->layout.total_bytes);
+    if (s->ring)
+        munmap(s->ring, s->ring_bytes);
+    if (s->control_fd >= 0)
+        close(s->control_fd);
+    if (s->ring_fd >= 0)
+        close(s->ring_fd);
+    s->control_base = s->ring = NULL;
+    s->control_fd = s->ring_fd = -1;
+}
+
+static void close_life(struct inf_store *s)
+{
+    close_session(s);
+    if (s->arena_base)
+        munmap(s->arena_base, s->arena_bytes);
+    s->arena_base = NULL;
+    prt_client_close(&s->client);
+}
+
+void inf_store_close(struct inf_store *s)
+{
+    close_life(s);
+    free(s->resident);
+    if (s->resident_memory)
+        munmap(s->resident_memory, s->resident_bytes);
+    inf_store_init(s, &(struct inf_store_config){0});
+}
+
+bool inf_store_alive(const struct inf_store *s)
+{
+    return s->stream && inf_stream_alive(s->stream);
+}
+
+static int open_client(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)
+{
+    uint64_t deadline_ns = shm_now_ns() + (uint64_t)wait_ms * 1000000u;
+    for (;;) {
+        int rc = prt_client_open(s->config.runtime_dir, s->config.instance, 0, &s->client, err);
+        if (!rc)
+            rc = prt_client_wait_serving(s->client, PRT_CALL_TIMEOUT_MS, err);
+        if (!rc)
+            return 0;
+        prt_client_close(&s->client);
+        if (rc != -ENOENT && rc != -ESTALE && rc != -EAGAIN && rc != -ESRCH)
+            return rc;
+        if (cancelled(s))
+            return shm_error_set(err, ECANCELED, "cancelled");
+        /* A store that is just being written is worth a moment in any case. */
+        if (shm_now_ns() > deadline_ns + (rc == -EAGAIN ? UINT64_C(2000000000) : 0))
+            return rc;
+        poll(NULL, 0, OPEN_INTERVAL_MS);
+    }
+}
+
+/* Waits until `unit` is loaded, as long as the loader makes progress. */
+static int wait_ready(struct inf_store *s, uint32_t unit, struct shm_error *err)
+{
+    const struct shm_store *store = prt_client_store(s->client);
+    uint64_t done = 0, moved_ns = 0;
+    while (!shm_arena_ready(&s->arena, unit)) {
+        struct pollfd p = {.fd = prt_client_expertd_pidfd(s->client), .events = POLLIN};
+        if (poll(&p, 1, 2) > 0)
+            return shm_error_set(err, ESHUTDOWN, "expertd ended while it was loading the model: see its log");
+        if (cancelled(s))
+            return shm_error_set(err, ECANCELED, "cancelled");
+        uint64_t now_done = atomic_load_explicit(&store->load_done_bytes, memory_order_relaxed);
+        uint64_t now_ns = shm_now_ns();
+        if (!moved_ns || now_done != done) {
+            done = now_done;
+            moved_ns = now_ns;
+        } else if (now_ns - moved_ns > STALL_NS) {
+            return shm_error_set(err, ETIMEDOUT,
+                                 "expertd has loaded nothing for 60 s (waiting for unit %u of the arena): "
+                                 "see 'expertctl status'",
+                                 unit);
+        }
+    }
+    return 0;
+}
+
+static int open_arena(struct inf_store *s, struct shm_error *err)
+{
+    const struct shm_store *store = prt_client_store(s->client);
+    char path[SHM_PATH_BYTES];
+    memcpy(path, store->arena_path, sizeof path);
+    path[sizeof path - 1] = '\0';
+    int rc = prt_file_map_path(path, sizeof(struct shm_arena), false, &s->arena_base, &s->arena_bytes, err);
+    if (rc)
+        return rc;
+    rc = shm_arena_open(s->arena_base, s->arena_bytes, path, &s->arena, err);
+    if (rc)
+        return rc;
+    if (s->bound && memcmp(s->fingerprint, s->arena.arena->fingerprint, sizeof s->fingerprint) != 0)
+        return shm_error_set(err, EUCLEAN, "expertd now serves another model ('%s'): start inferd anew",
+                             s->arena.catalog->hparams.name);
+    memcpy(s->fingerprint, s->arena.arena->fingerprint, sizeof s->fingerprint);
+    s->bound = true;
+    for (uint32_t unit = 0; unit < s->arena.catalog->n_dense; unit++)
+        if ((rc = wait_ready(s, unit, err)))
+            return rc;
+    return 0;
+}
+
+static int copy_residents(struct inf_store *s, struct shm_error *err)
+{
+    const struct shm_hparams *h = &s->arena.catalog->hparams;
+    uint32_t n = s->config.resident < h->experts ? s->config.resident : h->experts;
+    if (s->resident || !n)
+        return 0;
+    uint64_t bytes = 0, at = 0;
+    for (uint32_t l = 0; l < h->layers; l++)
+        bytes += s->arena.layers[l].blob_stride * n;
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return shm_error_set(err, ENOMEM,
+                             "%u resident experts a layer need %.1f MiB: choose a smaller "
+                             "--resident",
+                             n, (double)bytes / 1048576);
+    s->resident_memory = memory;
+    s->resident_bytes = bytes;
+    const uint8_t **table = calloc((size_t)h->layers * h->experts, sizeof *table);
+    if (!table)
+        return -ENOMEM;
+    for (uint32_t l = 0; l < h->layers; l++) {
+        for (uint32_t e = 0; e < n; e++) {
+            int rc = wait_ready(s, shm_arena_blob_unit(&s->arena, l, e), err);
+            if (rc) {
+                free(table);
+                return rc;
+            }
+            memcpy(s->resident_memory + at, shm_arena_blob(&s->arena, l, e), s->arena.layers[l].blob_bytes);
+            table[(size_t)l * h->experts + e] = s->resident_memory + at;
+            at += s->arena.layers[l].blob_stride;
+        }
+    }
+    s->resident = table;
+    return 0;
+}
+
+/* Control segment and ring for this arena. */
+static int create_segments(struct inf_store *s, struct shm_error *err)
+{
+    const struct shm_hparams *h = &s->arena.catalog->hparams;
+    struct shm_geometry g = {.layers = h->layers, .experts = h->experts, .ring = s->config.ring};
+    g.slot_bytes = (s->arena.blob_bytes_max + 255) & ~UINT64_C(255);
+    if (!g.ring) {
+        uint64_t fits = RING_BYTES_AUTO / g.slot_bytes, want = 2 * (uint64_t)h->experts;
+        g.ring = (uint32_t)(fits < 2 ? 2 : fits < want ? fits : want);
+    }
+    g.group_entries = shm_group_entries(g.ring);
+    g.groups_per_layer = shm_groups_per_layer(g.experts, g.group_entries);
+    int rc = shm_worker_layout(&g, &s->layout, err);
+    if (rc)
+        return rc;
+    s->ring_bytes = g.ring * g.slot_bytes;
+    if ((rc = prt_segment_create("inferd-control", s->layout.total_bytes, &s->control_fd, &s->control_base,
+                                 err)) ||
+        (rc = prt_segment_create("inferd-ring", s->ring_bytes, &s->ring_fd, &s->ring, err)))
+        return rc;
+    madvise(s->ring, s->ring_bytes, MADV_HUGEPAGE); /* a hint; refused is fine */
+    shm_worker_view(s->control_base, &s->layout, &s->control);
+    uint64_t start;
+    if ((rc = prt_process_start(getpid(), &start)))
+        return shm_error_set(err, rc, "/proc/self/stat cannot be read: is /proc mounted?");
+    s->control.worker->geometry = g;
+    for (uint32_t l = 0; s->resident && l < g.layers; l++)
+        for (uint32_t e = 0; e < g.experts; e++)
+            if (s->resident[(size_t)l * g.experts + e])
+                shm_mask_set(&s->control.resident[l], e);
+    shm_header_init(&s->control.worker->header, SHM_WORKER_MAGIC, s->layout.total_bytes, (uint32_t)getpid(),
+                    start);
+    shm_header_publish(&s->control.worker->header, prt_random_epoch());
+    return 0;
+}
+
+static int attach(struct inf_store *s, struct shm_error *err)
+{
+    const struct shm_geometry *g = &s->layout.geometry;
+    struct prt_attach_request request = {.pid = (uint32_t)getpid(),
+                                         .device = PRT_DEVICE_HOST,
+                                         .start = s->control.worker->header.writer_start,
+                                         .control_fd = (uint32_t)s->control_fd,
+                                         .ring_fd = (uint32_t)s->ring_fd,
+                                         .layers = g->layers,
+                                         .experts = g->experts,
+                                         .ring = g->ring,
+                                         .group_entries = g->group_entries,
+                                         .groups_per_layer = g->groups_per_layer,
+                                         .slot_bytes = g->slot_bytes,
+                                         .policy = s->config.policy,
+                                         .order = s->config.order,
+                                         .depth = s->config.depth,
+                                         .floor = s->config.floor,
+                                         .link_gbps = s->config.link_gbps,
+                                         .link_latency_us = s->config.link_latency_us};
+    strncpy(request.name, s->config.name, sizeof request.name - 1);
+    struct prt_attach_reply reply;
+    int rc = prt_client_attach(s->client, &request, &reply, err);
+    if (rc)
+        return rc;
+    s->session = reply.session;
+    s->settings = (struct inf_settings){.policy = reply.policy,
+                                        .order = reply.order,
+                                        .depth = reply.depth,
+                                        .floor = reply.floor,
+                                        .link_gbps = reply.link_gbps,
+                                        .link_latency_us = reply.link_latency_us};
+    const struct inf_stream_config c = {.control = s->control,
+                                        .geometry = *g,
+                                        .ring = s->ring,
+                                        .expertd_pidfd = prt_client_expertd_pidfd(s->client),
+                                        .watchdog_ns = s->config.watchdog_ns,
+                                        .cancel = s->config.cancel,
+                                        .poison = s->config.poison};
+    return inf_stream_create(&c, &s->stream);
+}
+
+int inf_store_attach(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)
+{
+    close_life(s);
+    int rc;
+    if ((rc = open_client(s, wait_ms, err)) || (rc = open_arena(s, err)) || (rc = copy_residents(s, err)) ||
+        (rc = create_segments(s, err)) || (rc = attach(s, err)))
+        close_life(s);
+    return rc;
+}

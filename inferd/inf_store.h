@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Store: this worker's tie to one life of expertd. Opens the instance, maps
+ * the arena read-only, makes control segment and ring, attaches, and holds the
+ * stream. After expertd's death inf_store_attach() ties it to the next one:
+ * arena and segments are mapped anew, resident copies stay.
+ *
+ * Owns mappings, descriptors and the stream. One thread. Every wait is
+ * bounded and watches expertd's pidfd.
+ */
+#ifndef INF_STORE_H
+#define INF_STORE_H
+
+#include "inferd/inf_stream.h"
+#include "proto/prt_client.h"
+#include "shm/shm_arena.h"
+
+struct inf_store_config {
+    const char *runtime_dir, *instance; /* NULL: default */
+    const char *name;                   /* as this worker calls itself */
+    uint32_t ring;                      /* slots; 0: two layers' experts, at most 1 GiB */
+    uint32_t resident; /* the first so many experts of each layer are kept in private memory */
+    uint32_t policy, order, depth, floor; /* as in ATTACH; 0: expertd's */
+    double link_gbps, link_latency_us;    /* likewise */
+    bool poison;
+    uint64_t watchdog_ns; /* 0: 60 s */
+    _Atomic bool *cancel; /* ends waits; NULL: none */
+};
+
+/* What a session is set to. */
+struct inf_settings {
+    uint32_t policy, order, depth, floor;
+    double link_gbps, link_latency_us;
+};
+
+struct inf_store {
+    struct inf_store_config config; /* strings borrowed */
+    struct prt_client *client;      /* NULL: not open */
+    struct shm_arena_view arena;    /* valid while arena_base is */
+    void *arena_base;
+    uint64_t arena_bytes;
+    uint8_t fingerprint[16]; /* of the first attach: a later one must match */
+    bool bound;              /* fingerprint is set */
+
+    uint64_t session; /* 0: not attached */
+    struct inf_settings settings;
+    struct shm_worker_layout layout;
+    struct shm_worker_view control;
+    int control_fd, ring_fd;
+    void *control_base, *ring;
+    uint64_t ring_bytes;
+    struct inf_stream *stream; /* NULL: not attached */
+
+    const uint8_t **resident; /* [layers * experts], NULL entries are streamed; NULL: none */
+    uint8_t *resident_memory;
+    uint64_t resident_bytes;
+};
+
+/* Nothing is opened yet. The config is copied, its strings are borrowed. */
+void inf_store_init(struct inf_store *store, const struct inf_store_config *config);
+
+/* Attaches, or attaches again. Closes what an earlier life left. At most wait_ms for an
+ * expertd to appear (0: it must be there), then as long as loading makes
+ * progress. Pointers into an older arena view are invalid afterwards. -ENOENT, -ESTALE
+ * no expertd; -EUCLEAN it serves another model than before; -ECANCELED; others with one line. */
+int inf_store_attach(struct inf_store *store, uint32_t wait_ms, struct shm_error *err);
+
+/* Attached, expertd alive, session not given up. */
+bool inf_store_alive(const struct inf_store *store);
+
+/* Detaches (a running stream is cancelled first) and closes everything; the store is as after init. */
+void inf_store_close(struct inf_store *store);
+
+#endif
