@@ -31,7 +31,7 @@ struct shm_verify_result {
 /* Sums every ready unit on `threads` threads (1..64; 0: as many as there are
  * processors, at most 8) and blocks until done. done_bytes (may be NULL) counts
  * on while it runs; *cancel != 0 (may be NULL) ends it with -ECANCELED. Returns
- * 0; -EBADMSG with a line that names the first bad unit; -ENOMEM. *ret is
+ * 0; -EBADMSG with a line that names the first bad unit. *ret is
  * written in every case. */
 int shm_verify(const struct shm_arena_view *view, uint32_t threads, _Atomic uint64_t *done_bytes,
                const atomic_int *cancel, struct shm_verify_result *ret, struct shm_error *err);

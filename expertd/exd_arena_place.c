@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: MIT */
+/* Where an arena lives: directory and lock. */
+#include "expertd/exd_arena_priv.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LOCK_TRIES    50 /* a killed expertd holds its lock until its memory is unmapped */
+#define LOCK_PAUSE_NS 10000000
+
+/* Makes dir (0700) unless it is there; either way it must be a directory of ours
+ * that nobody else may enter. */
+static int private_dir(const char *dir, bool create, struct shm_error *err)
+{
+    struct stat st;
+    if (create && mkdir(dir, 0700) != 0 && errno != EEXIST)
+        return shm_error_set(err, errno, "arena directory %s: cannot create it: %m", dir);
+    if (lstat(dir, &st) != 0)
+        return shm_error_set(err, errno, "arena directory %s: %m", dir);
+    if (!S_ISDIR(st.st_mode) || st.st_uid != geteuid() || st.st_mode & 077)
+        return shm_error_set(
+            err, EPERM,
+            "arena directory %s: is not a directory that only user %u may enter: remove it, or "
+            "choose another with --arena-dir",
+            dir, (unsigned)geteuid());
+    return 0;
+}
+
+static int join(char *to, const char *dir, const char *name, struct shm_error *err)
+{
+    if (snprintf(to, EXD_ARENA_PATH_MAX, "%s/%s", dir, name) >= EXD_ARENA_PATH_MAX - 16)
+        return shm_error_set(err, ENAMETOOLONG, "arena directory %s/%s: path is too long", dir, name);
+    return 0;
+}
+
+/* /dev/shm/expertd-UID/INSTANCE */
+static int shm_dir(const char *instance, bool create, char *to, struct shm_error *err)
+{
+    enum exd_fs fs;
+    char user[64];
+    int rc = exd_limits_fs("/dev/shm", &fs);
+    if (rc || fs != EXD_FS_TMPFS)
+        return shm_error_set(err, ENOTDIR, "/dev/shm: is not a tmpfs");
+    snprintf(user, sizeof user, "/dev/shm/expertd-%u", (unsigned)geteuid());
+    if ((rc = private_dir(user, create, err)) || (rc = join(to, user, instance, err)))
+        return rc;
+    return private_dir(to, create, err);
+}
+
+static int pick_dir(const struct exd_arena_config *c, bool create, struct exd_place *p, struct shm_error *err)
+{
+    const char *name = c->instance;
+    char top[PATH_MAX];
+    int rc;
+    if (!*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
+        return shm_error_set(err, EINVAL, "instance '%s': is not a plain name", name);
+    if (c->arena_dir) {
+        if (!realpath(c->arena_dir, top))
+            return shm_error_set(err, errno, "--arena-dir %s: %m", c->arena_dir);
+        p->own_dir = true;
+        if ((rc = join(p->dir, top, name, err)))
+            return rc;
+        return private_dir(p->dir, create, err);
+    }
+    enum exd_fs fs;
+    if ((rc = exd_limits_fs(c->instance_dir, &fs)))
+        return shm_error_set(err, rc, "instance directory %s: %s", c->instance_dir, strerror(-rc));
+    struct shm_error why = {0};
+    if (fs == EXD_FS_OTHER) {
+        p->own_dir = true;
+        if ((rc = shm_dir(name, create, p->dir, &why)) == 0)
+            return 0;
+        p->own_dir = false;
+        snprintf(
+            p->warning, sizeof p->warning,
+            "arena is on a disk file system, which makes it slow: no memory file system to be had (%.150s)",
+            shm_error_text(&why));
+    }
+    if (!realpath(c->instance_dir, top))
+        return shm_error_set(err, errno, "instance directory %s: %m", c->instance_dir);
+    if (snprintf(p->dir, sizeof p->dir, "%s", top) >= EXD_ARENA_PATH_MAX - 16)
+        return shm_error_set(err, ENAMETOOLONG, "instance directory %s: path is too long", top);
+    return 0;
+}
+
+/* Says in the lock file who holds it (not possible on hugetlbfs, not needed). */
+static void name_holder(int fd)
+{
+    char text[32];
+    int n = snprintf(text, sizeof text, "%d\n", (int)getpid());
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, text, (size_t)n, 0) != n)
+        return;
+}
+
+static int take_lock(struct exd_place *p, bool create, struct shm_error *err)
+{
+    for (int try = 0;; try++) {
+        int fd =
+            openat(p->dir_fd, EXD_ARENA_LOCK, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0), 0600);
+        if (fd < 0)
+            return shm_error_set(err, errno, "arena lock %s/%s: %m", p->dir, EXD_ARENA_LOCK);
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+            struct stat a, b;
+            if (fstat(fd, &a) == 0 && fstatat(p->dir_fd, EXD_ARENA_LOCK, &b, AT_SYMLINK_NOFOLLOW) == 0 &&
+                a.st_ino == b.st_ino && a.st_dev == b.st_dev) {
+                name_holder(fd);
+                p->lock_fd = fd;
+                return 0;
+            }
+            /* its holder removed it between our open and our lock */
+        } else if (errno != EWOULDBLOCK && errno != EINTR) {
+            int rc = shm_error_set(err, errno, "arena lock %s/%s: %m", p->dir, EXD_ARENA_LOCK);
+            close(fd);
+            return rc;
+        } else if (try >= LOCK_TRIES) {
+            char text[32] = "";
+            ssize_t n = pread(fd, text, sizeof text - 1, 0);
+            int pid = n > 0 ? atoi(text) : 0;
+            close(fd);
+            char who[48] = "another process";
+            if (pid > 0)
+                snprintf(who, sizeof who, "process %d", pid);
+            return shm_error_set(err, EBUSY,
+                                 "arena %s/%s: in use by %s: stop that expertd, or use another --instance",
+                                 p->dir, EXD_ARENA_FILE, who);
+        }
+        close(fd);
+        nanosleep(&(struct timespec){.tv_nsec = LOCK_PAUSE_NS}, NULL);
+    }
+}
+
+int exd_place_open(const struct exd_arena_config *config, bool create, struct exd_place *ret_place,
+                   struct shm_error *err)
+{
+    struct exd_place p = {.dir_fd = -1, .lock_fd = -1};
+    int rc = pick_dir(config, create, &p, err);
+    if (rc)
+        return rc;
+    if ((rc = exd_limits_fs(p.dir, &p.fs)))
+        return shm_error_set(err, rc, "arena directory %s: %s", p.dir, strerror(-rc));
+    p.dir_fd = open(p.dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (p.dir_fd < 0)
+        return shm_error_set(err, errno, "arena directory %s: %m", p.dir);
+    if ((rc = take_lock(&p, create, err))) {
+        close(p.dir_fd);
+        return rc;
+    }
+    if (p.fs == EXD_FS_OTHER && !*p.warning)
+        snprintf(p.warning, sizeof p.warning,
+                 "arena is on a disk file system, which makes it slow: choose a tmpfs with --arena-dir");
+    *ret_place = p;
+    return 0;
+}
+
+void exd_place_close(struct exd_place *place, bool remove)
+{
+    if (remove)
+        unlinkat(place->dir_fd, EXD_ARENA_LOCK, 0);
+    if (remove && place->own_dir)
+        rmdir(place->dir); /* stays when something else is in it */
+    close(place->lock_fd);
+    close(place->dir_fd);
+    place->lock_fd = place->dir_fd = -1;
+}
