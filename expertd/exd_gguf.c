@@ -32,7 +32,7 @@ static bool shard_name(const char *path, uint32_t *ret_number, uint32_t *ret_cou
 {
     size_t len = strlen(path);
     const char *s;
-    uint32_t number = 0, count = 1;
+    uint32_t number, count;
 
     if (len < SHARD_SUFFIX_BYTES)
         return false;
