@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * expertctl: its commands and what they share.
+ *
+ * Looking (status, workers, rings, trace, verify) maps shared memory read-only
+ * and asks expertd nothing, so it works while expertd is stopped and disturbs
+ * no stream. Only drain and stop send a message.
+ *
+ * Exit status: 0 as it should be, 1 a problem was seen, 2 can't attach, 3
+ * other layout or protocol version.
+ */
+#ifndef CTL_H
+#define CTL_H
+
+#include "proto/prt_client.h"
+#include "shm/shm_worker.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+
+#define CTL_EXIT_OK      0
+#define CTL_EXIT_PROBLEM 1
+#define CTL_EXIT_ATTACH  2
+#define CTL_EXIT_VERSION 3
+
+struct ctl_options {
+    const char *runtime_dir, *instance;
+    bool json;
+    double watch_s;    /* 0: once */
+    uint32_t count;    /* trace: chunks shown a worker */
+    uint32_t worker;   /* pid; 0: all */
+    double deadline_s; /* drain, stop */
+};
+
+/* One worker as it was at one moment. Fields of the segment were copied once; they may be torn against
+ * each other, never within themselves. */
+struct ctl_worker {
+    struct shm_store_worker row;
+    bool alive, mapped;
+    char why[SHM_ERROR_TEXT_BYTES]; /* not mapped: why */
+    struct shm_geometry geometry;
+    uint64_t stream_seq, done_seq, released_groups, landed_groups, group_base;
+    uint64_t issued, landed, dropped, issue_layer, layer;
+    uint32_t policy, order, depth, held_off, result, detached, tokens;
+    uint64_t totals[sizeof(struct shm_totals) / 8];
+    uint64_t *slots;                       /* [geometry.ring], owned */
+    struct shm_report report[SHM_REPORTS]; /* whole ones, oldest first */
+    uint32_t reports;
+};
+
+/* An instance at one moment. */
+struct ctl_snapshot {
+    const struct shm_store *store; /* live mapping */
+    const struct prt_paths *paths;
+    enum prt_liveness liveness;
+    struct ctl_worker worker[SHM_STORE_WORKERS];
+    uint32_t workers;
+};
+
+void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_snapshot *ret_snapshot);
+void ctl_snapshot_free(struct ctl_snapshot *snapshot);
+
+/* Names of the values of shm_worker.h and shm_store.h; "?" for unknown ones. */
+const char *ctl_policy(uint32_t policy);
+const char *ctl_order(uint32_t order);
+const char *ctl_result(uint32_t result);
+const char *ctl_held_off(uint32_t held_off);
+const char *ctl_state(uint32_t state);
+
+/* Where a slot is in its life. */
+enum ctl_slot { CTL_SLOT_FREE, CTL_SLOT_ISSUED, CTL_SLOT_LANDED, CTL_SLOT_COUNT };
+enum ctl_slot ctl_slot_state(const struct ctl_worker *worker, uint64_t word);
+
+/* Printers: one snapshot each, as text or JSON, to stdout. Return an exit status. */
+int ctl_show_status(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+int ctl_show_workers(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+int ctl_show_rings(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+int ctl_show_trace(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+
+json_t *ctl_json_worker(const struct ctl_worker *worker);
+json_t *ctl_json_report(const struct shm_report *report);
+
+/* Prints a JSON value on one line or indented, and releases it. */
+void ctl_json_print(json_t *value);
+
+/* Recomputes every checksum of the arena; names the first bad tensor or expert. */
+int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+
+#endif

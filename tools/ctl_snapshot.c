@@ -1,0 +1,142 @@
+/* SPDX-License-Identifier: MIT */
+#include "tools/ctl.h"
+
+#include "proto/prt_file.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define NAME(table, value) ((value) < sizeof table / sizeof *table && table[value] ? table[value] : "?")
+
+const char *ctl_policy(uint32_t policy)
+{
+    static const char *const names[] = {"default", "full", "routed", "demand"};
+    return NAME(names, policy);
+}
+
+const char *ctl_order(uint32_t order)
+{
+    static const char *const names[] = {"default", "index", "recent", "predicted"};
+    return NAME(names, order);
+}
+
+const char *ctl_result(uint32_t result)
+{
+    static const char *const names[] = {"running", "ok", "cancelled", "failed"};
+    return NAME(names, result);
+}
+
+const char *ctl_held_off(uint32_t held_off)
+{
+    static const char *const names[] = {"no", "below the floor", "policy full", "no predictions"};
+    return NAME(names, held_off);
+}
+
+const char *ctl_state(uint32_t state)
+{
+    static const char *const names[] = {"?", "starting", "loading", "serving", "draining", "stopped"};
+    return NAME(names, state);
+}
+
+static uint64_t load64(const _Atomic uint64_t *word)
+{
+    /* acquire: what the writer stored before is seen with it; nothing more is promised to a looker-on */
+    return atomic_load_explicit(word, memory_order_acquire);
+}
+
+static uint32_t load32(const _Atomic uint32_t *word)
+{
+    return atomic_load_explicit(word, memory_order_acquire);
+}
+
+static void copy_segment(struct ctl_worker *w, const void *base, const struct shm_worker_layout *layout)
+{
+    struct shm_worker_view v;
+    shm_worker_view((void *)base, layout, &v); /* only read below */
+    const struct shm_worker *s = v.worker;
+    w->geometry = layout->geometry;
+    /* Released before landed before issued: no looker-on sees more released than landed. */
+    w->released_groups = load64(&s->released_groups);
+    w->landed_groups = load64(&s->landed_groups);
+    w->landed = load64(&s->landed_entries);
+    w->issued = load64(&s->issued_entries);
+    w->dropped = load64(&s->dropped_entries);
+    w->stream_seq = load64(&s->stream_seq);
+    w->done_seq = load64(&s->done_seq);
+    w->group_base = s->descriptor.group_base;
+    w->tokens = s->descriptor.tokens;
+    w->issue_layer = load64(&s->issue_layer);
+    w->layer = load64(&s->layer);
+    w->policy = load32(&s->policy);
+    w->order = load32(&s->order);
+    w->depth = load32(&s->depth);
+    w->held_off = load32(&s->held_off);
+    w->result = load32(&s->result);
+    w->detached = load32(&s->detached);
+    const _Atomic uint64_t *totals = (const _Atomic uint64_t *)&s->totals;
+    for (size_t i = 0; i < sizeof w->totals / 8; i++)
+        w->totals[i] = load64(&totals[i]);
+    w->slots = calloc(w->geometry.ring, sizeof *w->slots);
+    for (uint32_t i = 0; w->slots && i < w->geometry.ring; i++)
+        w->slots[i] = load64(&v.slot_map[i]);
+    uint64_t last = w->done_seq, first = last > SHM_REPORTS - 1 ? last - (SHM_REPORTS - 1) + 1 : 1;
+    for (uint64_t seq = first; seq <= last; seq++)
+        if (shm_report_read(s, seq, &w->report[w->reports]) == 0)
+            w->reports++;
+}
+
+void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_snapshot *ret_snapshot)
+{
+    struct ctl_snapshot *n = ret_snapshot;
+    memset(n, 0, sizeof *n);
+    n->store = prt_client_store(client);
+    n->paths = prt_client_paths(client);
+    n->liveness = prt_client_liveness(client);
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++) {
+        struct ctl_worker *w = &n->worker[n->workers];
+        memset(w, 0, sizeof *w);
+        int rc = prt_client_worker(client, i, &w->row);
+        for (int retry = 0; rc == -EAGAIN && retry < 100; retry++)
+            rc = prt_client_worker(client, i, &w->row);
+        uint32_t pid = atomic_load(&w->row.pid);
+        if (rc || (only_pid && only_pid != pid))
+            continue;
+        w->alive = prt_process_alive((pid_t)pid, w->row.start);
+        struct shm_worker_layout layout;
+        struct shm_error err = {0};
+        const void *base;
+        if (!w->alive)
+            snprintf(w->why, sizeof w->why, "process %u is gone", pid);
+        else if (prt_client_map_worker(&w->row, &layout, &base, &err))
+            snprintf(w->why, sizeof w->why, "%s", shm_error_text(&err));
+        else {
+            w->mapped = true;
+            copy_segment(w, base, &layout);
+            munmap((void *)base, layout.total_bytes);
+        }
+        n->workers++;
+    }
+}
+
+void ctl_snapshot_free(struct ctl_snapshot *snapshot)
+{
+    for (uint32_t i = 0; i < snapshot->workers; i++)
+        free(snapshot->worker[i].slots);
+    snapshot->workers = 0;
+}
+
+enum ctl_slot ctl_slot_state(const struct ctl_worker *w, uint64_t word)
+{
+    if (!(word >> 63))
+        return CTL_SLOT_FREE;
+    /* Group numbers are kept to 31 bits: compare by distance. */
+    uint32_t group = shm_slot_group(word);
+    uint32_t to_released = ((uint32_t)w->released_groups - group) & 0x7fffffff;
+    uint32_t to_landed = ((uint32_t)w->landed_groups - group) & 0x7fffffff;
+    if (to_released > 0 && to_released < 0x40000000)
+        return CTL_SLOT_FREE;
+    return to_landed > 0 && to_landed < 0x40000000 ? CTL_SLOT_LANDED : CTL_SLOT_ISSUED;
+}

@@ -1,0 +1,190 @@
+/* SPDX-License-Identifier: MIT */
+#include "tools/ctl.h"
+
+#include <argp.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+const char *argp_program_version = "expertctl " EXPERTD_VERSION;
+
+struct command {
+    const char *name;
+    int (*show)(const struct ctl_snapshot *, const struct ctl_options *); /* NULL: a call */
+    int (*call)(struct prt_client *, const struct ctl_options *, struct shm_error *);
+};
+
+static int call_drain(struct prt_client *client, const struct ctl_options *o, struct shm_error *err)
+{
+    return prt_client_drain(client, (uint32_t)(o->deadline_s * 1e3), NULL, err);
+}
+
+static int call_stop(struct prt_client *client, const struct ctl_options *o, struct shm_error *err)
+{
+    return prt_client_stop(client, (uint32_t)(o->deadline_s * 1e3), true, err);
+}
+
+static const struct command commands[] = {
+    {"status", ctl_show_status, NULL}, {"workers", ctl_show_workers, NULL}, {"rings", ctl_show_rings, NULL},
+    {"trace", ctl_show_trace, NULL},   {"verify", ctl_verify, NULL},        {"drain", NULL, call_drain},
+    {"stop", NULL, call_stop},
+};
+
+static const char doc[] = "Looks into a running expertd, or tells it to drain or stop.\v"
+                          "Commands:\n"
+                          "  status    the instance: model, arena, defaults, sessions\n"
+                          "  workers   attached workers and their totals\n"
+                          "  rings     per worker: layers, head, landed, outstanding, dropped, slot states\n"
+                          "  trace     per worker: what became of its last chunks\n"
+                          "  verify    recompute every checksum of the arena\n"
+                          "  drain     no new streams and sessions from now on\n"
+                          "  stop      drain, then end expertd; returns when it has ended\n"
+                          "\n"
+                          "All but drain and stop only look at shared memory, read-only: they work while "
+                          "expertd is stopped by SIGSTOP and "
+                          "disturb no stream. Exit status: 0 as it should be, 1 a problem was seen, 2 can't "
+                          "attach, 3 another layout or "
+                          "protocol version.";
+
+enum { OPT_RUNTIME_DIR = 0x100, OPT_JSON, OPT_DEADLINE };
+
+static const struct argp_option options[] = {
+    {"instance", 'i', "NAME", 0, "Instance to look at (default: default)", 0},
+    {"runtime-dir", OPT_RUNTIME_DIR, "DIR", 0,
+     "Where instances live (default: $XDG_RUNTIME_DIR, /run for root)", 0},
+    {"json", OPT_JSON, 0, 0, "For programs: one JSON value", 0},
+    {"watch", 'w', "SECONDS", 0, "Show again and again until interrupted", 0},
+    {"worker", 'p', "PID", 0, "Only this worker", 0},
+    {"count", 'n', "N", 0, "trace: chunks of each worker, newest last (default: 16)", 0},
+    {"deadline", OPT_DEADLINE, "SECONDS", 0, "drain, stop: how long running streams may take (default: 10)",
+     0},
+    {0},
+};
+
+struct parsed {
+    struct ctl_options options;
+    const struct command *command;
+};
+
+/* A number in (low, high]; complains through argp. */
+static double number(struct argp_state *state, const char *option, const char *arg, double low, double high)
+{
+    char *end;
+    errno = 0;
+    double value = strtod(arg, &end);
+    if (errno || *end || end == arg || !(value > low && value <= high))
+        argp_error(state, "--%s: '%s' is not a number above %g and up to %g", option, arg, low, high);
+    return value;
+}
+
+static error_t parse(int key, char *arg, struct argp_state *state)
+{
+    struct parsed *p = state->input;
+    switch (key) {
+    case 'i':
+        p->options.instance = arg;
+        return 0;
+    case OPT_RUNTIME_DIR:
+        p->options.runtime_dir = arg;
+        return 0;
+    case OPT_JSON:
+        p->options.json = true;
+        return 0;
+    case 'w':
+        p->options.watch_s = number(state, "watch", arg, 0, 86400);
+        return 0;
+    case 'p':
+        p->options.worker = (uint32_t)number(state, "worker", arg, 0, 4194304);
+        return 0;
+    case 'n':
+        p->options.count = (uint32_t)number(state, "count", arg, 0, SHM_REPORTS);
+        return 0;
+    case OPT_DEADLINE:
+        p->options.deadline_s = number(state, "deadline", arg, 0, 3600);
+        return 0;
+    case ARGP_KEY_ARG:
+        for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+            if (state->arg_num == 0 && strcmp(arg, commands[i].name) == 0)
+                return p->command = &commands[i], 0;
+        argp_error(state, state->arg_num ? "one command at a time, not also '%s'" : "unknown command '%s'",
+                   arg);
+        return 0;
+    case ARGP_KEY_NO_ARGS:
+        argp_error(state, "a command is missing");
+        return 0;
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static int exit_status(int rc)
+{
+    return rc == -EPROTO ? CTL_EXIT_VERSION : CTL_EXIT_ATTACH;
+}
+
+static int show_once(const struct parsed *p, struct shm_error *err)
+{
+    struct prt_client *client = NULL;
+    int rc = prt_client_open(p->options.runtime_dir, p->options.instance, PRT_OPEN_STALE, &client, err);
+    if (rc)
+        return exit_status(rc);
+    struct ctl_snapshot *snapshot = calloc(1, sizeof *snapshot);
+    if (!snapshot) {
+        prt_client_close(&client);
+        return shm_error_set(err, ENOMEM, "no memory"), CTL_EXIT_ATTACH;
+    }
+    ctl_snapshot_take(client, p->options.worker, snapshot);
+    int status = p->command->show(snapshot, &p->options);
+    ctl_snapshot_free(snapshot);
+    free(snapshot);
+    prt_client_close(&client);
+    return status;
+}
+
+static int show(const struct parsed *p, struct shm_error *err)
+{
+    for (;;) {
+        int status = show_once(p, err);
+        if (p->options.watch_s <= 0)
+            return status;
+        if (err->code) { /* gone for now: say so and keep looking */
+            printf("%s\n", shm_error_text(err));
+            *err = (struct shm_error){0};
+        }
+        if (!p->options.json)
+            putchar('\n');
+        fflush(stdout);
+        struct timespec ts = {.tv_sec = (time_t)p->options.watch_s};
+        ts.tv_nsec = (long)((p->options.watch_s - (double)ts.tv_sec) * 1e9);
+        nanosleep(&ts, NULL);
+    }
+}
+
+static int call(const struct parsed *p, struct shm_error *err)
+{
+    struct prt_client *client = NULL;
+    int rc = prt_client_open(p->options.runtime_dir, p->options.instance, 0, &client, err);
+    if (rc)
+        return exit_status(rc);
+    rc = p->command->call(client, &p->options, err);
+    prt_client_close(&client);
+    if (rc)
+        return rc == -EPROTO ? CTL_EXIT_VERSION : CTL_EXIT_PROBLEM;
+    if (p->options.json)
+        printf("{\"%s\": true}\n", p->command->name);
+    return CTL_EXIT_OK;
+}
+
+int main(int argc, char **argv)
+{
+    static const struct argp argp = {options, parse, "COMMAND", doc, NULL, NULL, NULL};
+    struct parsed p = {.options = {.count = 16, .deadline_s = 10}};
+    argp_parse(&argp, argc, argv, 0, NULL, &p);
+    struct shm_error err = {0};
+    int status = p.command->show ? show(&p, &err) : call(&p, &err);
+    if (err.code)
+        fprintf(stderr, "expertctl: %s\n", shm_error_text(&err));
+    return status;
+}
