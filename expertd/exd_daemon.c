@@ -1,0 +1,485 @@
+/* SPDX-License-Identifier: MIT */
+#include "expertd/exd_daemon.h"
+
+#include "expertd/exd_daemon_priv.h"
+#include "expertd/exd_log.h"
+#include "shm/shm_bell.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+/* What an epoll event is about: a source, or a worker's pidfd with its session's number above it. */
+enum source { ON_SIGNAL, ON_TIMER, ON_CONTROL, ON_WAKE, ON_STARTED, ON_LOADED, ON_PEER, SOURCE_COUNT };
+#define SOURCE_BITS 8
+
+#define HEARTBEAT_NS  INT64_C(1000000000)
+#define DRAIN_POLL_MS 10 /* how often busy issuers are looked at while draining */
+#define CLOSE_WAIT_NS                                                                                        \
+    UINT64_C(8000000000) /* of all sessions at the end; an issuer gives its link up after 5 s */
+
+static int watch(struct exd_daemon *d, int fd, uint64_t what, struct shm_error *err)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = what};
+    if (epoll_ctl(d->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0)
+        return shm_error_set(err, errno, "epoll: %s", strerror(errno));
+    return 0;
+}
+
+uint32_t exd_daemon_state(struct exd_daemon *d)
+{
+    return atomic_load_explicit(&exd_store_segment(d->store)->state, memory_order_relaxed);
+}
+
+uint32_t exd_daemon_busy(struct exd_daemon *d)
+{
+    uint32_t busy = 0;
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
+        busy += d->session[i] && exd_session_busy(d->session[i]);
+    return busy;
+}
+
+/* One line to whoever started us and waits, once. */
+static void tell_starter(struct exd_daemon *d, const char *line)
+{
+    if (d->ready_fd < 0)
+        return;
+    char text[SHM_ERROR_TEXT_BYTES + 16];
+    int n = snprintf(text, sizeof(text), "%s\n", line);
+    ssize_t ignored = write(d->ready_fd, text, (size_t)n); /* SIGPIPE is ignored: the starter may be gone */
+    (void)ignored;
+    close(d->ready_fd);
+    d->ready_fd = -1;
+}
+
+/* An error that ends expertd: logged, shown, told, and the exit status. */
+static void fail(struct exd_daemon *d, const struct shm_error *err)
+{
+    char line[SHM_ERROR_TEXT_BYTES + 16];
+    exd_log(EXD_LOG_ERROR, "%s", shm_error_text(err));
+    if (d->store)
+        exd_store_detail(d->store, shm_error_text(err));
+    snprintf(line, sizeof(line), "error: %s", shm_error_text(err));
+    tell_starter(d, line);
+    d->exit_status = 1;
+}
+
+/* ---- sessions ---- */
+
+static void reap(struct exd_daemon *d)
+{
+    for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++)
+        if (d->closing[i] && exd_session_closed(d->closing[i]))
+            exd_session_free(&d->closing[i]);
+}
+
+void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *why)
+{
+    struct exd_session *s = d->session[index];
+    exd_store_clear_worker(d->store, index);
+    epoll_ctl(d->epoll_fd, EPOLL_CTL_DEL, exd_session_pidfd(s), NULL);
+    d->session[index] = NULL;
+    exd_session_close(s, why);
+    for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++)
+        if (!d->closing[i]) {
+            d->closing[i] = s;
+            return;
+        }
+    exd_session_free(&s); /* too many at once: waited for here */
+}
+
+int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request *request,
+                           struct exd_session **ret_session, struct shm_error *err)
+{
+    if (d->draining)
+        return shm_error_set(err, ESHUTDOWN, "expertd is ending: attach to the next one");
+    if (!d->serving)
+        return shm_error_set(err, EAGAIN,
+                             "expertd is still starting: attach when its state is loading or serving");
+    uint32_t index = 0;
+    while (index < SHM_STORE_WORKERS && d->session[index])
+        index++;
+    if (index == SHM_STORE_WORKERS)
+        return shm_error_set(err, EBUSY,
+                             "%u workers are attached, more do not fit: stop one, or use another instance",
+                             SHM_STORE_WORKERS);
+    const struct exd_options *o = d->options;
+    struct exd_session_config config = {.arena = exd_arena_view(d->start.arena),
+                                        .stream = o->stream,
+                                        .link_gbps = o->link_gbps,
+                                        .link_latency_us = o->link_latency_us,
+                                        .watchdog_ns = o->watchdog_ns,
+                                        .trace = o->trace,
+                                        .wake_fd = d->wake_fd};
+    struct exd_session *session;
+    int rc = exd_session_open(&config, request, d->sessions + 1, &session, err);
+    if (rc < 0)
+        return rc;
+    rc = watch(d, exd_session_pidfd(session), (d->sessions + 1) << SOURCE_BITS | ON_PEER, err);
+    if (rc < 0) {
+        exd_session_free(&session);
+        return rc;
+    }
+    d->sessions++;
+    d->session[index] = session;
+    exd_store_set_worker(d->store, index, request, d->sessions);
+    atomic_fetch_add_explicit(&exd_store_segment(d->store)->attaches, 1, memory_order_relaxed);
+    exd_log(EXD_LOG_INFO, "worker %s (pid %u) attached: session %llu, ring of %u slots",
+            exd_session_name(session), request->pid, (unsigned long long)d->sessions, request->ring);
+    *ret_session = session;
+    return 0;
+}
+
+static void on_peer(struct exd_daemon *d, uint64_t number)
+{
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
+        if (d->session[i] && exd_session_number(d->session[i]) == number) {
+            exd_log(EXD_LOG_INFO, "worker %s (pid %d) has ended: session %llu closed",
+                    exd_session_name(d->session[i]), (int)exd_session_pid(d->session[i]),
+                    (unsigned long long)number);
+            atomic_fetch_add_explicit(&exd_store_segment(d->store)->deaths, 1, memory_order_relaxed);
+            exd_daemon_close_session(d, i, NULL);
+            return;
+        }
+}
+
+static void on_wake(struct exd_daemon *d)
+{
+    uint64_t count;
+    ssize_t ignored = read(d->wake_fd, &count, sizeof(count));
+    (void)ignored;
+    reap(d);
+    struct shm_error line = {0};
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
+        if (d->session[i] && exd_session_faulted(d->session[i], &line)) {
+            exd_log(EXD_LOG_WARNING, "worker %s (pid %d) is detached: %s", exd_session_name(d->session[i]),
+                    (int)exd_session_pid(d->session[i]), line.text);
+            exd_store_detail(d->store, line.text);
+            exd_daemon_close_session(d, i, line.text);
+        }
+}
+
+static void close_all(struct exd_daemon *d, bool busy_only, const char *why)
+{
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
+        if (d->session[i] && (!busy_only || exd_session_busy(d->session[i])))
+            exd_daemon_close_session(d, i, why);
+}
+
+/* ---- start, load, end ---- */
+
+void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, const char *who)
+{
+    uint64_t deadline_ns = shm_now_ns() + (uint64_t)deadline_ms * 1000000u;
+    bool sooner = !d->draining || deadline_ns < d->drain_deadline_ns;
+    if (sooner)
+        d->drain_deadline_ns = deadline_ns;
+    if (!d->draining || (stop && !d->stopping)) {
+        exd_log(EXD_LOG_INFO, "%s on behalf of %s: %u of the workers' streams still run, for at most %u ms",
+                stop ? "ending" : "draining", who, exd_daemon_busy(d), deadline_ms);
+        exd_store_detail(d->store, stop ? "ending" : "draining: no new streams");
+        exd_start_cancel(&d->start);
+    }
+    d->draining = true;
+    d->stopping = d->stopping || stop;
+    exd_store_set_state(d->store, SHM_STORE_DRAINING);
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
+        if (d->session[i])
+            exd_session_drain(d->session[i], "expertd is draining: read again when it is back");
+}
+
+/* The start-up thread is done: the arena is there, or an error ends us. */
+static void on_started(struct exd_daemon *d)
+{
+    uint64_t count;
+    ssize_t ignored = read(d->start.done_fd, &count, sizeof(count));
+    (void)ignored;
+    struct shm_error err = {0};
+    int rc = exd_start_finish(&d->start, &err);
+    if (rc < 0) {
+        if (rc != -ECANCELED || !d->stopping)
+            fail(d, &err);
+        d->stopping = d->draining = true;
+        return;
+    }
+    struct shm_store *s = exd_store_segment(d->store);
+    const struct shm_arena_view *view = exd_arena_view(d->start.arena);
+    struct exd_arena_info info;
+    exd_arena_info(d->start.arena, &info);
+    snprintf(s->arena_path, sizeof(s->arena_path), "%s", info.path);
+    snprintf(s->model_name, sizeof(s->model_name), "%.*s", (int)sizeof(view->catalog->hparams.name),
+             view->catalog->hparams.name);
+    memcpy(s->fingerprint, view->arena->fingerprint, sizeof(s->fingerprint));
+    s->arena_bytes = info.bytes;
+    atomic_store_explicit(&s->arena_generation, info.generation, memory_order_relaxed);
+    atomic_store_explicit(&s->adopted, info.found == EXD_FOUND_ADOPTED, memory_order_relaxed);
+    atomic_store_explicit(&s->pinned, info.pinned, memory_order_relaxed);
+    atomic_store_explicit(&s->huge_pages, info.huge, memory_order_relaxed);
+    if (info.warning[0])
+        exd_store_detail(d->store, info.warning);
+    if (d->start.loader)
+        snprintf(s->reader, sizeof(s->reader), "%s", exd_loader_describe(d->start.loader));
+    else
+        snprintf(s->reader, sizeof(s->reader), "none: the arena was adopted");
+    if (d->start.loader && watch(d, exd_loader_fd(d->start.loader), ON_LOADED, &err) < 0) {
+        fail(d, &err);
+        d->stopping = d->draining = true;
+        return;
+    }
+    d->serving = true;
+    if (!d->draining)
+        exd_store_set_state(d->store, d->start.loader ? SHM_STORE_LOADING : SHM_STORE_SERVING);
+    if (!d->start.loader)
+        atomic_store_explicit(&s->ready_ns, shm_now_ns() - d->began_ns, memory_order_relaxed);
+    exd_log(EXD_LOG_INFO, "instance %s takes workers: %s, %u layers x %u experts, arena %s (%s)%s%s",
+            d->paths.instance, s->model_name[0] ? s->model_name : d->model_path,
+            view->catalog->hparams.layers, view->catalog->hparams.experts, s->arena_path,
+            d->start.loader ? "loading" : "adopted", d->start.loader ? ", " : "",
+            d->start.loader ? s->reader : "");
+    tell_starter(d, "ready");
+}
+
+static void on_loaded(struct exd_daemon *d)
+{
+    struct shm_error err = {0};
+    struct exd_reader_stats stats = {0};
+    epoll_ctl(d->epoll_fd, EPOLL_CTL_DEL, exd_loader_fd(d->start.loader), NULL);
+    int rc = exd_loader_wait(d->start.loader, &stats, &err);
+    if (rc < 0) {
+        if (rc == -ECANCELED && d->draining)
+            return;
+        fail(d, &err);
+        close_all(d, false, shm_error_text(&err));
+        d->stopping = d->draining = true;
+        return;
+    }
+    struct shm_store *s = exd_store_segment(d->store);
+    atomic_store_explicit(&s->ready_ns, shm_now_ns() - d->began_ns, memory_order_relaxed);
+    if (!d->draining)
+        exd_store_set_state(d->store, SHM_STORE_SERVING);
+    exd_log(EXD_LOG_INFO, "loaded %.2f GB in %.2f s (%.2f GB/s)", (double)stats.bytes_wanted / 1e9,
+            (double)stats.elapsed_ns / 1e9,
+            stats.elapsed_ns ? (double)stats.bytes_wanted / (double)stats.elapsed_ns : 0.0);
+}
+
+static void on_signal(struct exd_daemon *d)
+{
+    struct signalfd_siginfo info;
+    while (read(d->signal_fd, &info, sizeof(info)) == (ssize_t)sizeof(info)) {
+        if (info.ssi_signo == SIGHUP) {
+            exd_log(EXD_LOG_INFO,
+                    "SIGHUP: there is nothing to read anew; start expertd again to change options");
+            continue;
+        }
+        bool again = d->stopping;
+        exd_daemon_drain(d, again ? 0 : d->options->drain_ms, true,
+                         info.ssi_signo == SIGINT ? "SIGINT" : "SIGTERM");
+    }
+}
+
+/* While draining: break off what runs past the deadline. Returns true when it is time to go. */
+static bool drained(struct exd_daemon *d)
+{
+    bool late = shm_now_ns() >= d->drain_deadline_ns;
+    uint32_t busy = exd_daemon_busy(d);
+    if (late && busy && !d->broken_off) {
+        d->broken_off = true;
+        exd_log(EXD_LOG_WARNING, "%u streams ran past the deadline and are broken off", busy);
+        close_all(d, true, "expertd ended its streams after the deadline: read again when it is back");
+    }
+    return d->stopping && !d->start.running && (late || !busy);
+}
+
+static void dispatch(struct exd_daemon *d, uint64_t what)
+{
+    uint64_t count;
+    ssize_t ignored;
+    switch ((enum source)(what & ((1u << SOURCE_BITS) - 1))) {
+    case ON_SIGNAL:
+        on_signal(d);
+        break;
+    case ON_TIMER:
+        ignored = read(d->timer_fd, &count, sizeof(count));
+        (void)ignored;
+        atomic_store_explicit(&exd_store_segment(d->store)->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
+        break;
+    case ON_CONTROL:
+        exd_control_handle(d);
+        break;
+    case ON_WAKE:
+        on_wake(d);
+        break;
+    case ON_STARTED:
+        on_started(d);
+        break;
+    case ON_LOADED:
+        on_loaded(d);
+        break;
+    case ON_PEER:
+        on_peer(d, what >> SOURCE_BITS);
+        break;
+    case SOURCE_COUNT:
+        break;
+    }
+}
+
+static void loop(struct exd_daemon *d)
+{
+    while (!d->draining || !drained(d)) {
+        struct epoll_event events[16];
+        int n = epoll_wait(d->epoll_fd, events, 16, d->draining ? DRAIN_POLL_MS : -1);
+        for (int i = 0; i < n; i++)
+            dispatch(d, events[i].data.u64);
+    }
+}
+
+/* ---- set-up and end ---- */
+
+static int open_sources(struct exd_daemon *d, struct shm_error *err)
+{
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGHUP);
+    pthread_sigmask(SIG_BLOCK, &signals, NULL);
+    signal(SIGPIPE, SIG_IGN);
+    d->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    d->signal_fd = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
+    d->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    d->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    d->start.done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (d->epoll_fd < 0 || d->signal_fd < 0 || d->timer_fd < 0 || d->wake_fd < 0 || d->start.done_fd < 0)
+        return shm_error_set(err, errno, "event loop: %s", strerror(errno));
+    struct itimerspec second = {.it_interval.tv_sec = HEARTBEAT_NS / 1000000000,
+                                .it_value.tv_sec = HEARTBEAT_NS / 1000000000};
+    timerfd_settime(d->timer_fd, 0, &second, NULL);
+    int rc = watch(d, d->signal_fd, ON_SIGNAL, err);
+    if (rc == 0)
+        rc = watch(d, d->timer_fd, ON_TIMER, err);
+    if (rc == 0)
+        rc = watch(d, d->wake_fd, ON_WAKE, err);
+    if (rc == 0)
+        rc = watch(d, d->start.done_fd, ON_STARTED, err);
+    return rc;
+}
+
+static int set_up(struct exd_daemon *d, struct shm_error *err)
+{
+    const struct exd_options *o = d->options;
+    int rc = prt_paths_make(o->runtime_dir, o->instance, &d->paths, err);
+    if (rc < 0)
+        return rc;
+    char *model = realpath(o->model, NULL);
+    if (!model)
+        return shm_error_set(err, errno, "model %s: %s", o->model, strerror(errno));
+    size_t n = strlen(model);
+    if (n < sizeof(d->model_path))
+        memcpy(d->model_path, model, n + 1);
+    free(model);
+    if (n >= sizeof(d->model_path))
+        return shm_error_set(err, ENAMETOOLONG, "model %.100s...: its path has %zu bytes, at most %zu fit",
+                             o->model, n, sizeof(d->model_path) - 1);
+    rc = prt_paths_create(&d->paths, err);
+    if (rc < 0)
+        return rc;
+    rc = exd_store_lock(&d->paths, &d->lock_fd, err);
+    if (rc < 0)
+        return rc;
+    rc = open_sources(d, err);
+    if (rc < 0)
+        return rc;
+    d->replay = prt_replay_new();
+    if (!d->replay)
+        return shm_error_set(err, ENOMEM, "no memory for the replay table");
+    unlink(d->paths.socket); /* under the lock: whoever made it is dead */
+    rc = exd_store_create(&d->paths, d->model_path, &d->store, err);
+    if (rc < 0)
+        return rc;
+    struct shm_store *s = exd_store_segment(d->store);
+    s->policy = o->stream.policy;
+    s->order = o->stream.order;
+    s->depth = o->stream.depth;
+    s->floor = o->stream.floor;
+    s->link_gbps = o->link_gbps;
+    s->link_latency_us = o->link_latency_us;
+    rc = prt_server_open(d->paths.socket, &d->server, err);
+    if (rc == 0)
+        rc = watch(d, prt_server_fd(d->server), ON_CONTROL, err);
+    if (rc == 0)
+        rc = exd_start_begin(d, err);
+    return rc;
+}
+
+static void end_sessions(struct exd_daemon *d)
+{
+    close_all(d, false, "expertd has ended: attach to the next one");
+    uint64_t deadline_ns = shm_now_ns() + CLOSE_WAIT_NS;
+    for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++) {
+        while (d->closing[i] && !exd_session_closed(d->closing[i]) && shm_now_ns() < deadline_ns)
+            usleep(500);
+        if (d->closing[i] && !exd_session_closed(d->closing[i])) {
+            exd_log(EXD_LOG_ERROR, "worker %s: its link does not stop: ending without it",
+                    exd_session_name(d->closing[i]));
+            d->exit_status = 1;
+            prt_server_close(&d->server);
+            exd_store_destroy(&d->store);
+            exd_store_unlock(&d->paths, &d->lock_fd);
+            _exit(1); /* threads still use the arena: nothing below may be unmapped */
+        }
+        exd_session_free(&d->closing[i]);
+    }
+}
+
+static void close_fd(int *fd)
+{
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
+}
+
+int exd_daemon_run(const struct exd_options *options)
+{
+    struct exd_daemon *d = calloc(1, sizeof(*d));
+    if (!d)
+        return 1;
+    struct shm_error err = {0};
+    exd_log_set_level(options->log_level);
+    umask(077);
+    d->options = options;
+    d->began_ns = shm_now_ns();
+    d->ready_fd = options->ready_fd;
+    d->lock_fd = d->epoll_fd = d->signal_fd = d->timer_fd = d->wake_fd = d->start.done_fd = -1;
+    if (set_up(d, &err) < 0)
+        fail(d, &err);
+    else
+        loop(d);
+    if (d->store)
+        end_sessions(d);
+    prt_server_close(&d->server); /* first: nobody finds what is going away */
+    exd_start_destroy(&d->start, options->keep);
+    exd_store_destroy(&d->store);
+    exd_store_unlock(&d->paths, &d->lock_fd);
+    prt_replay_free(&d->replay);
+    int status = d->exit_status;
+    if (status == 0) {
+        tell_starter(d, "error: stopped before it was ready");
+        exd_log(EXD_LOG_INFO, "ended");
+    }
+    close_fd(&d->ready_fd);
+    close_fd(&d->start.done_fd);
+    close_fd(&d->wake_fd);
+    close_fd(&d->timer_fd);
+    close_fd(&d->signal_fd);
+    close_fd(&d->epoll_fd);
+    free(d);
+    return status;
+}

@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Inside of the daemon, shared by exd_daemon.c (life, loop), exd_control.c
+ * (requests) and exd_start.c (model, arena, loading). Main loop's thread only,
+ * except where said.
+ */
+#ifndef EXD_DAEMON_PRIV_H
+#define EXD_DAEMON_PRIV_H
+
+#include "expertd/exd_arena.h"
+#include "expertd/exd_loader.h"
+#include "expertd/exd_options.h"
+#include "expertd/exd_progress.h"
+#include "expertd/exd_session.h"
+#include "expertd/exd_store.h"
+#include "proto/prt_channel.h"
+#include "proto/prt_path.h"
+#include "proto/prt_replay.h"
+
+#include <pthread.h>
+
+#define EXD_CLOSING_MAX 128 /* sessions being closed at one time */
+
+/* Model, arena, loader. Filled by the start-up thread, read by the loop once that was joined. */
+struct exd_start {
+    struct exd_gguf *gguf;
+    struct exd_model *model;
+    struct exd_plan *plan;
+    struct exd_arena *arena;
+    struct exd_loader *loader; /* NULL: the arena was adopted */
+    struct exd_progress progress;
+    bool show_progress;
+    struct shm_store *segment; /* load counters: written by loader threads (atomics) */
+    pthread_t thread;
+    bool running; /* thread not joined yet */
+    int done_fd;  /* eventfd, written when it ends */
+    atomic_int cancel;
+    int status;
+    struct shm_error error;
+};
+
+struct exd_daemon {
+    const struct exd_options *options;
+    struct prt_paths paths;
+    char model_path[SHM_PATH_BYTES];
+    uint64_t began_ns;
+    int lock_fd, ready_fd;
+    int epoll_fd, signal_fd, timer_fd, wake_fd;
+    struct exd_store *store;
+    struct prt_server *server;
+    struct prt_replay *replay;
+    struct exd_start start;
+    bool serving; /* arena is there: ATTACH is taken */
+    struct exd_session *session[SHM_STORE_WORKERS];
+    struct exd_session *closing[EXD_CLOSING_MAX];
+    uint64_t sessions; /* so far: numbers */
+    bool draining, stopping, broken_off;
+    uint64_t drain_deadline_ns;
+    int exit_status;
+    uint8_t message[PRT_MESSAGE_MAX];
+};
+
+/* exd_start.c. begin: starts the thread. cancel: ends it and the loading soon. finish: joins the thread and
+ * returns its status. destroy: joins, and gives everything back; keep: the arena stays. */
+int exd_start_begin(struct exd_daemon *d, struct shm_error *err);
+void exd_start_cancel(struct exd_start *s);
+int exd_start_finish(struct exd_start *s, struct shm_error *err);
+void exd_start_destroy(struct exd_start *s, bool keep);
+
+/* exd_control.c. Takes and answers the requests that wait. */
+void exd_control_handle(struct exd_daemon *d);
+
+/* exd_daemon.c. Begins to close the session in slot `index`; why as in exd_session_close. */
+void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *why);
+/* Adds a session (opened) to the table; -EBUSY when full. */
+int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request *request,
+                           struct exd_session **ret_session, struct shm_error *err);
+void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, const char *who);
+uint32_t exd_daemon_busy(struct exd_daemon *d);
+uint32_t exd_daemon_state(struct exd_daemon *d);
+
+#endif

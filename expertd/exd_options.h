@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Options of expertd: the command line and the environment, parsed and
+ * checked. tools/man/expertd.8.scd describes the same options.
+ */
+#ifndef EXD_OPTIONS_H
+#define EXD_OPTIONS_H
+
+#include "expertd/exd_arena.h"
+#include "expertd/exd_issuer.h"
+#include "expertd/exd_reader.h"
+
+#include <stdbool.h>
+
+struct exd_options {
+    const char *model;       /* as given */
+    const char *instance;    /* NULL: default */
+    const char *runtime_dir; /* NULL: default */
+    const char *arena_dir;   /* NULL: the arena module's choice */
+    struct exd_stream_settings stream;
+    double link_gbps, link_latency_us; /* 0: unpaced, none */
+    enum exd_reader_io io;
+    uint32_t io_depth; /* 0: default */
+    enum exd_pin pin;
+    bool keep, trace, quiet;
+    uint64_t watchdog_ns; /* 0: the issuer's default */
+    uint32_t drain_ms;    /* on SIGTERM and SIGINT */
+    int log_level;
+    int ready_fd; /* -1: none */
+};
+
+/* Parses argv and the environment. Prints help, version or a usage error itself and exits for those (0, 0,
+ * 2), as argp does. Returns 0, or -EINVAL with a line for a value that is refused. */
+int exd_options_parse(int argc, char **argv, struct exd_options *ret_options, struct shm_error *err);
+
+#endif

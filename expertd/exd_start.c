@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: MIT */
+#include "expertd/exd_daemon_priv.h"
+#include "expertd/exd_log.h"
+#include "shm/shm_bell.h"
+
+#include <errno.h>
+#include <string.h>
+#include <unistd.h>
+
+static void arena_line(void *ctx, bool warning, const char *line)
+{
+    (void)ctx;
+    exd_log(warning ? EXD_LOG_WARNING : EXD_LOG_INFO, "%s", line);
+}
+
+/* From loader threads, one at a time. */
+static void on_progress(void *ctx, const struct exd_loader_progress *p)
+{
+    struct exd_start *s = ctx;
+    atomic_store_explicit(&s->segment->load_total_bytes, p->total_bytes, memory_order_relaxed);
+    atomic_store_explicit(&s->segment->load_done_bytes, p->done_bytes, memory_order_relaxed);
+    atomic_store_explicit(&s->segment->load_ns, p->elapsed_ns, memory_order_relaxed);
+    if (!s->show_progress)
+        return;
+    if (p->finished) {
+        exd_progress_finish(&s->progress, p->done_bytes, p->total_bytes, p->elapsed_ns,
+                            p->done_bytes == p->total_bytes);
+        exd_log_set_bar(false);
+    } else {
+        exd_progress_update(&s->progress, p->done_bytes, p->total_bytes, p->elapsed_ns);
+        exd_log_set_bar(s->progress.drawn);
+    }
+}
+
+static int open_all(struct exd_daemon *d)
+{
+    struct exd_start *s = &d->start;
+    const struct exd_options *o = d->options;
+    int rc = exd_gguf_open(d->model_path, &s->gguf, &s->error);
+    if (rc < 0)
+        return rc;
+    rc = exd_model_open(s->gguf, &s->model, &s->error);
+    if (rc < 0)
+        return rc;
+    rc = exd_plan_make(s->model, &s->plan, &s->error);
+    if (rc < 0)
+        return rc;
+    struct exd_arena_config arena = {.instance = d->paths.instance,
+                                     .instance_dir = d->paths.dir,
+                                     .arena_dir = o->arena_dir,
+                                     .pin = o->pin,
+                                     .cancel = &s->cancel,
+                                     .log = arena_line};
+    rc = exd_arena_open(&arena, s->plan, &s->arena, &s->error);
+    if (rc < 0)
+        return rc;
+    if (exd_arena_complete(s->arena))
+        return 0;
+    struct exd_loader_config loader = {.model = s->model,
+                                       .arena = s->arena,
+                                       .reader = {.io = o->io, .depth = o->io_depth},
+                                       .progress = on_progress,
+                                       .progress_ctx = s};
+    rc = exd_loader_start(&loader, &s->loader, &s->error);
+    if (rc == 0 && atomic_load(&s->cancel))
+        exd_loader_cancel(s->loader);
+    return rc;
+}
+
+static void *run(void *arg)
+{
+    struct exd_daemon *d = arg;
+    d->start.status = open_all(d);
+    uint64_t one = 1;
+    ssize_t ignored = write(d->start.done_fd, &one, sizeof(one));
+    (void)ignored;
+    return NULL;
+}
+
+int exd_start_begin(struct exd_daemon *d, struct shm_error *err)
+{
+    struct exd_start *s = &d->start;
+    s->segment = exd_store_segment(d->store);
+    s->show_progress = !d->options->quiet && d->options->log_level >= EXD_LOG_INFO;
+    exd_progress_init(&s->progress, STDERR_FILENO, "loading");
+    int rc = pthread_create(&s->thread, NULL, run, d);
+    if (rc)
+        return shm_error_set(err, rc, "cannot start a thread: %s", strerror(rc));
+    s->running = true;
+    return 0;
+}
+
+void exd_start_cancel(struct exd_start *s)
+{
+    atomic_store(&s->cancel, 1);
+    if (!s->running && s->loader)
+        exd_loader_cancel(s->loader);
+}
+
+int exd_start_finish(struct exd_start *s, struct shm_error *err)
+{
+    if (s->running)
+        pthread_join(s->thread, NULL);
+    s->running = false;
+    if (s->status < 0)
+        *err = s->error;
+    return s->status;
+}
+
+void exd_start_destroy(struct exd_start *s, bool keep)
+{
+    struct shm_error ignored = {0};
+    exd_start_cancel(s);
+    exd_start_finish(s, &ignored);
+    exd_loader_destroy(&s->loader);
+    exd_arena_close(&s->arena, keep);
+    exd_plan_free(&s->plan);
+    exd_model_close(&s->model);
+    exd_gguf_close(&s->gguf);
+}

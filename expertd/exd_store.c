@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: MIT */
+#include "expertd/exd_store.h"
+
+#include "proto/prt_file.h"
+#include "shm/shm_bell.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+struct exd_store {
+    struct shm_store *segment;
+    char path[PRT_PATH_BYTES];
+    uint64_t epoch;
+};
+
+/* Who holds the lock, as it wrote there. */
+static int lock_holder(int fd)
+{
+    char text[32];
+    ssize_t n = pread(fd, text, sizeof(text) - 1, 0);
+    if (n <= 0)
+        return 0;
+    text[n] = '\0';
+    return atoi(text);
+}
+
+int exd_store_lock(const struct prt_paths *paths, int *ret_fd, struct shm_error *err)
+{
+    for (int attempt = 0; attempt < 10; attempt++) {
+        int fd = open(paths->lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (fd < 0)
+            return shm_error_set(err, errno, "%s: %s", paths->lock, strerror(errno));
+        if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
+            int rc = errno, pid = lock_holder(fd);
+            close(fd);
+            if (rc != EWOULDBLOCK)
+                return shm_error_set(err, rc, "%s: cannot be locked: %s", paths->lock, strerror(rc));
+            return shm_error_set(err, EBUSY,
+                                 "instance '%s' is served already by expertd pid %d: use it, end it with "
+                                 "'expertctl --instance %s stop', or start this one under another name with "
+                                 "--instance NAME",
+                                 paths->instance, pid, paths->instance);
+        }
+        /* a predecessor that just ended has removed the name: lock what is there now */
+        struct stat ours, named;
+        if (fstat(fd, &ours) < 0 || stat(paths->lock, &named) < 0 || ours.st_ino != named.st_ino ||
+            ours.st_dev != named.st_dev) {
+            close(fd);
+            continue;
+        }
+        char text[32];
+        int n = snprintf(text, sizeof(text), "%d\n", (int)getpid());
+        if (ftruncate(fd, 0) < 0 || pwrite(fd, text, (size_t)n, 0) != n) {
+            int rc = shm_error_set(err, errno ? errno : EIO, "%s: cannot be written: %s", paths->lock,
+                                   strerror(errno));
+            close(fd);
+            return rc;
+        }
+        *ret_fd = fd;
+        return 0;
+    }
+    return shm_error_set(err, EBUSY, "%s: keeps being replaced: is another expertd starting and ending?",
+                         paths->lock);
+}
+
+void exd_store_unlock(const struct prt_paths *paths, int *fd)
+{
+    if (*fd < 0)
+        return;
+    unlink(paths->lock);
+    close(*fd);
+    *fd = -1;
+}
+
+int exd_store_create(const struct prt_paths *paths, const char *model_path, struct exd_store **ret_store,
+                     struct shm_error *err)
+{
+    struct exd_store *store = calloc(1, sizeof(*store));
+    if (!store)
+        return shm_error_set(err, ENOMEM, "store segment: no memory");
+    char temporary[PRT_PATH_BYTES + 8];
+    snprintf(temporary, sizeof(temporary), "%s.new", paths->store);
+    unlink(temporary);
+    int rc;
+    int fd = open(temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0) {
+        rc = shm_error_set(err, errno, "%s: %s", temporary, strerror(errno));
+        goto free_store;
+    }
+    /* allocated now: a full file system must not become SIGBUS later */
+    rc = -posix_fallocate(fd, 0, sizeof(struct shm_store));
+    if (rc < 0) {
+        shm_error_set(err, rc, "%s: no room for %zu bytes: %s", temporary, sizeof(struct shm_store),
+                      strerror(-rc));
+        goto close_fd;
+    }
+    void *base;
+    rc = prt_file_map(fd, temporary, sizeof(struct shm_store), true, &base, err);
+    if (rc < 0)
+        goto close_fd;
+    struct shm_store *s = base;
+    uint64_t start = 0;
+    prt_process_start(getpid(), &start);
+    memcpy(store->path, paths->store, sizeof(store->path));
+    store->segment = s;
+    store->epoch = prt_random_epoch();
+    shm_header_init(&s->header, SHM_STORE_MAGIC, sizeof(*s), (uint32_t)getpid(), start);
+    snprintf(s->instance, sizeof(s->instance), "%s", paths->instance);
+    snprintf(s->model_path, sizeof(s->model_path), "%s", model_path);
+    atomic_store_explicit(&s->state, SHM_STORE_STARTING, memory_order_relaxed);
+    atomic_store_explicit(&s->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
+    shm_header_publish(&s->header, store->epoch);
+    if (rename(temporary, paths->store) < 0) {
+        rc = shm_error_set(err, errno, "%s: %s", paths->store, strerror(errno));
+        munmap(s, sizeof(*s));
+        goto close_fd;
+    }
+    close(fd);
+    *ret_store = store;
+    return 0;
+close_fd:
+    close(fd);
+    unlink(temporary);
+free_store:
+    free(store);
+    return rc;
+}
+
+void exd_store_destroy(struct exd_store **store)
+{
+    struct exd_store *s = *store;
+    if (!s)
+        return;
+    exd_store_set_state(s, SHM_STORE_STOPPED);
+    unlink(s->path);
+    munmap(s->segment, sizeof(*s->segment));
+    free(s);
+    *store = NULL;
+}
+
+struct shm_store *exd_store_segment(struct exd_store *store)
+{
+    return store->segment;
+}
+
+uint64_t exd_store_epoch(const struct exd_store *store)
+{
+    return store->epoch;
+}
+
+void exd_store_set_state(struct exd_store *store, uint32_t state)
+{
+    /* release, pairs with the readers' acquire: what the state speaks of is there */
+    atomic_store_explicit(&store->segment->state, state, memory_order_release);
+}
+
+void exd_store_detail(struct exd_store *store, const char *line)
+{
+    snprintf(store->segment->detail, sizeof(store->segment->detail), "%s", line);
+}
+
+void exd_store_set_worker(struct exd_store *store, uint32_t index, const struct prt_attach_request *request,
+                          uint64_t session)
+{
+    struct shm_store_worker *w = &store->segment->worker[index];
+    w->control_fd = request->control_fd;
+    w->start = request->start;
+    w->session = session;
+    w->attached_ns = shm_now_ns();
+    snprintf(w->name, sizeof(w->name), "%s", request->name);
+    w->layers = request->layers;
+    w->experts = request->experts;
+    w->ring = request->ring;
+    w->groups_per_layer = request->groups_per_layer;
+    w->slot_bytes = request->slot_bytes;
+    /* release, pairs with the acquire in prt_client_worker: the row before its pid */
+    atomic_store_explicit(&w->pid, request->pid, memory_order_release);
+}
+
+void exd_store_clear_worker(struct exd_store *store, uint32_t index)
+{
+    struct shm_store_worker *w = &store->segment->worker[index];
+    atomic_store_explicit(&w->pid, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release); /* pid first: who saw it re-checks pid and session */
+    w->session = 0;
+}
