@@ -177,6 +177,8 @@ Test(gguf_files, refuses_bad_shards, .init = make_dir, .fini = remove_dir)
     cr_assert_eq(link(other, path), 0); /* shard 3 under the name of shard 2 */
     open_fails("m-00001-of-00003.gguf", -EINVAL, "m-00002-of-00003.gguf: key split.no is 2, expected 1");
     unlink(path);
+    write_model("m-00002-of-00003.gguf", &(struct gb_model){.shard = 0, .shards = 3});
+    open_fails("m-00001-of-00003.gguf", -EINVAL, "m-00002-of-00003.gguf: key split.no is 0, expected 1");
     write_model("m-00002-of-00003.gguf", &(struct gb_model){.shard = 1, .shards = 4});
     open_fails("m-00001-of-00003.gguf", -EINVAL, "key split.count is 4, but the name stands for 3");
     unlink(path);

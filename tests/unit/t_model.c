@@ -324,6 +324,8 @@ Test(model, refuses_bad_tensors)
     refused(&b, "tensor blk.0.attn_k.weight has shape [33][32], expected [32][32]");
     with_tensor(&b, "blk.0.attn_k.weight", 8, 1, one);
     refused(&b, "tensor blk.0.attn_k.weight has shape [32], expected [32][32]");
+    with_tensor(&b, "blk.0.attn_k.weight", 8, 3, exps);
+    refused(&b, "tensor blk.0.attn_k.weight has shape [2][32][32], expected [32][32]");
     with_tensor(&b, "blk.0.ffn_down_exps.weight", 8, 3, exps3);
     refused(&b, "tensor blk.0.ffn_down_exps.weight has shape [3][32][32], expected [2][32][32]");
     with_tensor(&b, "token_embd.weight", 8, 2, embd);
