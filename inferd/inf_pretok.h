@@ -3,7 +3,8 @@
  * Pre-tokenizer: cuts text into the pieces inside which BPE may merge.
  *
  * A table of patterns by GGUF name, compiled by PCRE2 (JIT where the system
- * allows it). Internal to the tokenizer, which serializes the calls.
+ * allows it). Internal to the tokenizer, which serializes the calls. What is a
+ * letter or a number follows the Unicode version of the installed PCRE2.
  */
 #ifndef INF_PRETOK_H
 #define INF_PRETOK_H

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "inferd/inf_detok.h"
+#include "inferd/inf_pretok.h"
 #include "inferd/inf_utf8.h"
 #include "tok_fixture.h"
 
@@ -130,6 +131,35 @@ Test(tokenizer, ten_thousand_reference_lines, .init = open_tok, .fini = close_to
     free(line);
     cr_assert_eq(pclose(in), 0);
     cr_assert_eq(lines, 10000);
+}
+
+/* The cuts by themselves: a small vocabulary hides wrong ones. */
+Test(tokenizer, cuts_equal_reference)
+{
+    FILE *in = fopen(tok_fixture_path("tests/data/pretok_qwen2.jsonl"), "r");
+    struct inf_pretok *pretok = NULL;
+    char *line = NULL;
+    size_t cap = 0, lines = 0;
+    cr_assert(in && inf_pretok_create("qwen2", 5, NULL, &pretok) == 0);
+    for (ssize_t n; (n = getline(&line, &cap, in)) > 0; lines++) {
+        json_t *o = json_loadb(line, (size_t)n, JSON_ALLOW_NUL, NULL), *ends = json_array_get(o, 1);
+        cr_assert(ends);
+        const char *text = json_string_value(json_array_get(o, 0));
+        size_t len = json_string_length(json_array_get(o, 0)), at = 0, i = 0;
+        for (; at < len; i++) {
+            long piece = inf_pretok_next(pretok, text, len, at);
+            cr_assert_gt(piece, 0);
+            at += (size_t)piece;
+            cr_assert_eq((json_int_t)at, json_integer_value(json_array_get(ends, i)), "line %zu: cut at %zu",
+                         lines + 1, at);
+        }
+        cr_assert_eq(i, json_array_size(ends));
+        json_decref(o);
+    }
+    cr_assert_eq(lines, 632);
+    free(line);
+    fclose(in);
+    inf_pretok_destroy(&pretok);
 }
 
 Test(tokenizer, any_bytes_pass_through, .init = open_tok, .fini = close_tok)
