@@ -370,9 +370,35 @@ Test(tokenizer, detokenizer_broken_and_control, .init = open_tok, .fini = close_
     expect_stream(false, "\xFF\x80\xC3\xA9", FFFD FFFD "\xC3\xA9");
     expect_stream(false, "\xED\xA0\x80", FFFD FFFD FFFD);
     expect_stream(false, "\xF0\x9F\x98\xF0\x9F\x98\x80", FFFD "\xF0\x9F\x98\x80");
+    expect_stream(false, "\xC1\xBF", FFFD FFFD);
+    expect_stream(false, "\xE0\x9F\xBF", FFFD FFFD FFFD);
+    expect_stream(false, "\xF0\x8F\xBF\xBF", FFFD FFFD FFFD FFFD);
+    expect_stream(false, "\xF4\x90\x80\x80", FFFD FFFD FFFD FFFD);
+    expect_stream(false, "\xF4\x8F\xBF\xBF\xEE\x80\x80", "\xF4\x8F\xBF\xBF\xEE\x80\x80");
     expect_stream(false, "hi@.", "hi.");
     expect_stream(true, "hi@.", "hi<|im_end|>.");
     expect_stream(true, "\xE2@", FFFD "<|im_end|>");
+}
+
+/* A token that ends inside a character, behind whole ones. */
+Test(tokenizer, detokenizer_holds_a_tokens_end)
+{
+    struct tok_fixture f;
+    struct inf_detok *d = NULL;
+    const char *out;
+    size_t n;
+    tok_fixture_open(&f);
+    memcpy(f.token_bytes + f.token_offsets[4095], "zzzzzzzz\xE2\x82", 10);
+    f.types[4095] = INF_TOKEN_USER_DEFINED;
+    cr_assert_eq(inf_tokenizer_create(&f.src, NULL, &tok), 0);
+    cr_assert_eq(inf_detok_create(tok, false, &d), 0);
+    cr_assert_eq(inf_detok_push(d, 4095, &out, &n), 0);
+    cr_assert_str_eq(out, "zzzzzzzz");
+    cr_assert_eq(inf_detok_push(d, inf_tokenizer_find(tok, "\xAC", 1), &out, &n), 0);
+    cr_assert_str_eq(out, "\xE2\x82\xAC");
+    inf_detok_destroy(&d);
+    close_tok();
+    tok_fixture_close(&f);
 }
 
 static void refused(struct tok_fixture *f, int code, const char *word)
@@ -440,6 +466,8 @@ Test(tokenizer, damaged_tables_are_refused)
     refused(&f, -EINVAL, "merge 0");
     f.merge_bytes[f.merge_offsets[9] - 1] = '\xFF';
     refused(&f, -EINVAL, "merge 8");
+    f.types[256] = INF_TOKEN_UNUSED; /* what merge 0 makes */
+    refused(&f, -EINVAL, "merge 0,");
     f.merge_offsets[1] = f.merge_offsets[0];
     refused(&f, -EINVAL, "merge 0, \"\"");
     memcpy(f.merge_offsets, (uint32_t[]){f.merge_offsets[1], f.merge_offsets[2]},
