@@ -3,56 +3,63 @@
 
 #include "proto/prt_file.h"
 #include "shm/shm_arena.h"
+#include "shm/shm_bell.h"
+#include "shm/shm_verify.h"
 
-#include <inttypes.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 #include <xxhash.h>
 
-struct verified {
-    uint64_t units, bytes, bad;
-    bool complete;
+struct progress {
+    _Atomic uint64_t done;
+    uint64_t all;
+    atomic_int stop;
 };
 
-static void progress(const struct ctl_options *options, uint64_t done, uint64_t all)
+/* On a terminal only; shm_verify blocks meanwhile. */
+static void *show_progress(void *arg)
 {
-    if (!options->json && isatty(STDERR_FILENO))
-        fprintf(stderr, "\rverify: %5.1f%%", all ? 100.0 * (double)done / (double)all : 100.0);
+    struct progress *p = arg;
+    while (!atomic_load(&p->stop)) {
+        fprintf(stderr, "\rverify: %5.1f%%",
+                p->all ? 100.0 * (double)atomic_load(&p->done) / (double)p->all : 100.0);
+        nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    }
+    fputs("\r                \r", stderr);
+    return NULL;
 }
 
-static void check_unit(const struct shm_arena_view *v, uint32_t unit, const void *bytes, uint64_t n,
-                       struct verified *r)
+static int verify_units(const struct shm_arena_view *v, const struct ctl_options *options,
+                        struct shm_verify_result *ret_result, struct shm_error *err)
 {
-    r->units++;
-    r->bytes += n;
-    if (XXH3_64bits(bytes, n) == v->sums[unit])
-        return;
-    if (unit < v->catalog->n_dense)
-        fprintf(stderr, "expertctl: arena: tensor %s does not match its checksum\n", v->dense[unit].name);
-    else {
-        uint32_t blob = unit - v->catalog->n_dense, experts = v->catalog->hparams.experts;
-        fprintf(stderr, "expertctl: arena: expert %u of layer %u does not match its checksum\n",
-                blob % experts, blob / experts);
+    struct progress p = {.all = v->arena->data_bytes};
+    pthread_t thread;
+    bool shown =
+        !options->json && isatty(STDERR_FILENO) && pthread_create(&thread, NULL, show_progress, &p) == 0;
+    int rc = shm_verify(v, 0, &p.done, NULL, ret_result, err);
+    if (shown) {
+        atomic_store(&p.stop, 1);
+        pthread_join(thread, NULL);
     }
-    r->bad++;
+    return rc;
 }
 
-static void check_all(const struct shm_arena_view *v, const struct ctl_options *options, struct verified *r)
+/* Catalog and checksum table against the sums in the header. */
+static uint32_t verify_tables(const struct shm_arena_view *v, const char *path, bool complete)
 {
-    for (uint32_t i = 0; i < v->catalog->n_dense; i++)
-        if (shm_arena_ready(v, i))
-            check_unit(v, i, v->base + v->dense[i].offset, v->dense[i].bytes, r);
-    for (uint32_t l = 0; l < v->catalog->n_layers; l++) {
-        for (uint32_t e = 0; e < v->catalog->hparams.experts; e++) {
-            uint32_t unit = shm_arena_blob_unit(v, l, e);
-            if (shm_arena_ready(v, unit))
-                check_unit(v, unit, shm_arena_blob(v, l, e), v->layers[l].blob_bytes, r);
-        }
-        progress(options, r->bytes, v->arena->data_bytes);
+    uint32_t bad = 0;
+    if (XXH3_64bits(v->catalog, v->arena->catalog_bytes) != v->arena->catalog_sum) {
+        fprintf(stderr, "expertctl: arena %s: the catalog does not match its checksum\n", path);
+        bad++;
     }
-    if (!options->json && isatty(STDERR_FILENO))
-        fputc('\n', stderr);
+    if (complete && XXH3_64bits(v->sums, (uint64_t)v->units * 8) != v->arena->sums_sum) {
+        fprintf(stderr, "expertctl: arena %s: the checksum table does not match its own\n", path);
+        bad++;
+    }
+    return bad;
 }
 
 int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *options)
@@ -67,32 +74,27 @@ int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *op
         return CTL_EXIT_ATTACH;
     }
     struct shm_arena_view v;
-    struct verified r = {0};
     int status = CTL_EXIT_ATTACH;
     if (shm_arena_open(base, bytes, path, &v, &err)) {
         fprintf(stderr, "expertctl: %s\n", shm_error_text(&err));
         goto unmap;
     }
-    r.complete = atomic_load_explicit(&v.arena->state, memory_order_acquire) == SHM_ARENA_COMPLETE;
+    bool complete = atomic_load_explicit(&v.arena->state, memory_order_acquire) == SHM_ARENA_COMPLETE;
     uint64_t began = shm_now_ns();
-    if (XXH3_64bits(v.catalog, v.arena->catalog_bytes) != v.arena->catalog_sum) {
-        fprintf(stderr, "expertctl: arena %s: the catalog does not match its checksum\n", path);
-        r.bad++;
-    }
-    if (r.complete && XXH3_64bits(v.sums, (uint64_t)v.units * 8) != v.arena->sums_sum) {
-        fprintf(stderr, "expertctl: arena %s: the checksum table does not match its own\n", path);
-        r.bad++;
-    }
-    check_all(&v, options, &r);
+    uint32_t bad = verify_tables(&v, path, complete);
+    struct shm_verify_result r;
+    if (verify_units(&v, options, &r, &err))
+        fprintf(stderr, "expertctl: %s\n", shm_error_text(&err));
+    bad += r.bad;
     double seconds = (double)(shm_now_ns() - began) / 1e9;
     if (options->json)
-        ctl_json_print(json_pack("{s:b, s:b, s:I, s:I, s:I, s:f}", "ok", r.bad == 0, "complete", r.complete,
-                                 "units", (json_int_t)r.units, "bytes", (json_int_t)r.bytes, "bad",
-                                 (json_int_t)r.bad, "seconds", seconds));
+        ctl_json_print(json_pack("{s:b, s:b, s:I, s:I, s:I, s:I, s:f}", "ok", bad == 0, "complete", complete,
+                                 "checked", (json_int_t)r.checked, "missing", (json_int_t)r.missing, "bytes",
+                                 (json_int_t)r.bytes, "bad", (json_int_t)bad, "seconds", seconds));
     else
-        printf("%s: %" PRIu64 " of %u units, %.1f MB checked in %.2f s, %" PRIu64 " bad%s\n", path, r.units,
-               v.units, (double)r.bytes / 1e6, seconds, r.bad, r.complete ? "" : " (still loading)");
-    status = r.bad ? CTL_EXIT_PROBLEM : CTL_EXIT_OK;
+        printf("%s: %u of %u units, %.1f MB checked in %.2f s, %u bad%s\n", path, r.checked, v.units,
+               (double)r.bytes / 1e6, seconds, bad, complete ? "" : " (still loading)");
+    status = bad ? CTL_EXIT_PROBLEM : CTL_EXIT_OK;
 unmap:
     munmap(base, bytes);
     return status;
