@@ -32,7 +32,6 @@ static int resolve_layer(struct inf_model *m, uint32_t i, struct shm_error *err)
         {"attn_k", h->kv_heads * h->head_dim, h->hidden, &l->k},
         {"attn_v", h->kv_heads * h->head_dim, h->hidden, &l->v},
         {"attn_output", h->hidden, h->heads * h->head_dim, &l->output},
-        {"ffn_gate_inp", h->experts, h->hidden, &l->router},
     };
     char name[SHM_TENSOR_NAME_BYTES];
     int rc;
@@ -46,6 +45,9 @@ static int resolve_layer(struct inf_model *m, uint32_t i, struct shm_error *err)
         if ((rc = inf_model_matrix(m, name, matrix[k].rows, matrix[k].cols, matrix[k].at, err)))
             return rc;
     }
+    snprintf(name, sizeof name, "blk.%u.ffn_gate_inp.weight", i);
+    if ((rc = inf_model_floats(m, name, h->experts, h->hidden, &l->router, err)))
+        return rc;
     return inf_model_experts(m, i, err);
 }
 

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_graph.h"
 
+#include "inferd/inf_router.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +34,7 @@ int inf_graph_create(const struct inf_model *model, struct krn_pool *pool, uint3
         return -ENOMEM;
     g->model = model;
     g->chunk = chunk;
+    g->pool = pool;
     g->memory = MAP_FAILED;
     uint64_t t = chunk, slots = t * s->top_k, f = sizeof(float);
     uint64_t q_bytes = t * s->heads * s->head_dim * f, kv_bytes = t * s->kv_heads * s->head_dim * f;
@@ -151,7 +154,7 @@ static void predict(struct inf_graph *g, const struct inf_pass *p, const struct 
     const struct krn_shape *s = &g->model->shape;
     krn_host_rmsnorm(g->host, g->x, next->ffn_norm, g->model->hparams.rms_eps, p->tokens, s->hidden,
                      g->normed);
-    krn_host_matmul(g->host, &next->router, g->normed, p->tokens, g->scores);
+    inf_router_scores(g->pool, next->router, s->experts, s->hidden, g->normed, p->tokens, g->scores);
     krn_host_router(g->host, g->scores, p->tokens, s->experts, s->top_k, false, g->predicted_ids,
                     g->predicted_weights);
     memset(g->predicted, 0, s->experts * sizeof *g->predicted);
@@ -180,14 +183,15 @@ static void run_jobs(struct inf_graph *g, uint32_t n_jobs)
                          g->expert_scratch, g->out);
 }
 
-/* Streamed experts of the layer, group by group as they land. `left` of them have tokens. */
-static int run_streamed(struct inf_graph *g, const struct inf_pass *p, uint32_t layer, uint32_t left,
+/* Streamed experts of the layer, group by group as they land. `routed` of them have tokens. */
+static int run_streamed(struct inf_graph *g, const struct inf_pass *p, uint32_t layer, uint32_t routed,
                         struct shm_error *err)
 {
     const struct inf_layer *l = &g->model->layer[layer];
     const struct krn_shape *s = &g->model->shape;
     const uint8_t *const *resident = p->resident ? p->resident + (size_t)layer * s->experts : NULL;
     uint64_t at = shm_now_ns();
+    uint32_t ran = 0;
     for (;;) {
         uint32_t first, end, n_jobs = 0;
         int rc = inf_stream_wait(p->stream, layer, &first, &end, err);
@@ -206,13 +210,13 @@ static int run_streamed(struct inf_graph *g, const struct inf_pass *p, uint32_t 
         run_jobs(g, n_jobs);
         lap(&at, &g->times.experts_ns);
         inf_stream_release(p->stream, layer, end);
-        left -= n_jobs < left ? n_jobs : left + 1; /* more than were routed: wraps, reported below */
+        ran += n_jobs;
     }
-    if (left)
+    if (ran != routed)
         return shm_error_set(err, EPROTO,
-                             "layer %u: expertd's slot table named %s experts than tokens were routed to: "
+                             "layer %u: expertd's slot table named %u experts, tokens were routed to %u: "
                              "this read is given up",
-                             layer, left > s->experts ? "more" : "fewer");
+                             layer, ran, routed);
     return 0;
 }
 
@@ -229,7 +233,7 @@ int inf_graph_experts(struct inf_graph *g, const struct inf_pass *p, uint32_t la
     if (predicts)
         predict(g, p, l + 1);
     krn_host_rmsnorm(g->host, g->x, l->ffn_norm, g->model->hparams.rms_eps, p->tokens, s->hidden, g->normed);
-    krn_host_matmul(g->host, &l->router, g->normed, p->tokens, g->scores);
+    inf_router_scores(g->pool, l->router, s->experts, s->hidden, g->normed, p->tokens, g->scores);
     krn_host_router(g->host, g->scores, p->tokens, s->experts, s->top_k, g->model->hparams.norm_topk != 0,
                     g->ids, g->weights);
     krn_host_group(g->ids, p->tokens, s->experts, s->top_k, g->offsets, g->slots);

@@ -49,6 +49,7 @@ struct inf_pass {
 
 struct inf_graph {
     const struct inf_model *model;
+    struct krn_pool *pool;
     struct krn_host *host;
     uint32_t chunk;
     uint64_t bytes; /* planned and mapped */

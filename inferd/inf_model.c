@@ -59,14 +59,10 @@ int inf_model_matrix(struct inf_model *m, const char *name, uint32_t rows, uint3
     return 0;
 }
 
-int inf_model_vector(struct inf_model *m, const char *name, uint32_t n, const float **ret_vector,
-                     struct shm_error *err)
+/* De-quantizes a whole tensor into memory that the model owns. */
+static int copy_floats(struct inf_model *m, const struct shm_tensor *t, const struct krn_type *type, size_t n,
+                       const float **ret_floats)
 {
-    const struct shm_tensor *t;
-    const struct krn_type *type;
-    int rc = find_tensor(m, name, &t, &type, err);
-    if (rc || (rc = check_tensor(m, t, type, 1, n, err)))
-        return rc;
     if (m->n_vectors == m->cap_vectors) {
         uint32_t cap = m->cap_vectors ? 2 * m->cap_vectors : 64;
         float **grown = realloc(m->vectors, cap * sizeof *grown);
@@ -75,13 +71,39 @@ int inf_model_vector(struct inf_model *m, const char *name, uint32_t n, const fl
         m->vectors = grown;
         m->cap_vectors = cap;
     }
-    float *v = aligned_alloc(64, ((size_t)n * sizeof *v + 63) & ~(size_t)63);
+    float *v = aligned_alloc(64, (n * sizeof *v + 63) & ~(size_t)63);
     if (!v)
         return -ENOMEM;
     krn_dequant_row(type, m->arena->base + t->offset, v, n);
     m->vectors[m->n_vectors++] = v;
-    *ret_vector = v;
+    *ret_floats = v;
     return 0;
+}
+
+int inf_model_vector(struct inf_model *m, const char *name, uint32_t n, const float **ret_vector,
+                     struct shm_error *err)
+{
+    const struct shm_tensor *t;
+    const struct krn_type *type;
+    int rc = find_tensor(m, name, &t, &type, err);
+    if (rc || (rc = check_tensor(m, t, type, 1, n, err)))
+        return rc;
+    return copy_floats(m, t, type, n, ret_vector);
+}
+
+int inf_model_floats(struct inf_model *m, const char *name, uint32_t rows, uint32_t cols,
+                     const float **ret_floats, struct shm_error *err)
+{
+    const struct shm_tensor *t;
+    const struct krn_type *type;
+    int rc = find_tensor(m, name, &t, &type, err);
+    if (rc || (rc = check_tensor(m, t, type, rows, cols, err)))
+        return rc;
+    if (type->ggml_id == KRN_F32) {
+        *ret_floats = (const float *)(m->arena->base + t->offset);
+        return 0;
+    }
+    return copy_floats(m, t, type, (size_t)rows * cols, ret_floats);
 }
 
 static int check_part(const struct inf_model *m, uint32_t layer, const char *what, const struct shm_part *p,

@@ -32,7 +32,7 @@ struct inf_layer {
     const float *attn_norm, *ffn_norm; /* [hidden] */
     const float *q_norm, *k_norm;      /* [head_dim]; NULL: the architecture has none */
     struct krn_mat q, k, v, output;    /* projections */
-    struct krn_mat router;             /* [experts][hidden] */
+    const float *router;               /* [experts][hidden]; in the arena where it is F32 there */
     struct shm_part gate, up, down;    /* inside a blob */
     const struct krn_type *gate_type, *up_type, *down_type;
 };
@@ -62,6 +62,10 @@ int inf_model_matrix(struct inf_model *model, const char *name, uint32_t rows, u
                      struct krn_mat *ret_mat, struct shm_error *err);
 int inf_model_vector(struct inf_model *model, const char *name, uint32_t n, const float **ret_vector,
                      struct shm_error *err);
+
+/* A matrix as float32: the arena's own bytes where it is stored so, else a copy. */
+int inf_model_floats(struct inf_model *model, const char *name, uint32_t rows, uint32_t cols,
+                     const float **ret_floats, struct shm_error *err);
 
 /* The expert parts of a layer from the catalog, checked against the shape. */
 int inf_model_experts(struct inf_model *model, uint32_t layer, struct shm_error *err);
