@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The storage formats, written so that the compiler vectorizes them. Built
+ * The storage formats, 16 weights at a time in the compiler's vectors. Built
  * once per instruction set with -ffp-contract=off: KRN_ISA names the variant.
  * Blocks are read byte by byte or by memcpy, so src needs no alignment.
  */
@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "kernels/krn_quant.h"
+#include "kernels/krn_vec.h"
 
 #ifndef KRN_ISA
 #error "KRN_ISA: baseline, v3 or v4"
@@ -20,47 +21,117 @@
 #error "GGUF data is little-endian and is used in place"
 #endif
 
-static inline float f32_of_bits(uint32_t u)
+/* Sixteen whole numbers, and the same as they come from bytes (bits & mask) ^ flip. */
+struct i16 {
+    vi v[LANE_VECS];
+};
+
+INLINE struct i16 bytes16(const uint8_t *p, uint8_t mask, uint8_t flip)
 {
-    float f;
+    struct i16 r;
+#if VL >= 8
+    typedef uint8_t vb __attribute__((vector_size(VL)));
+    for (int h = 0; h < LANE_VECS; h++) {
+        vb b;
+        memcpy(&b, p + h * VL, VL);
+        r.v[h] = (vi) __builtin_convertvector((b & mask) ^ flip, vu);
+    }
+#else
+    int32_t t[16];
+    for (int i = 0; i < 16; i++)
+        t[i] = (p[i] & mask) ^ flip;
+    memcpy(r.v, t, sizeof t);
+#endif
+    return r;
+}
+
+/* dst[i] = scale * q[i] */
+INLINE void scaled16(float *dst, struct i16 q, float scale)
+{
+    for (int h = 0; h < LANE_VECS; h++)
+        store(dst + h * VL, scale * __builtin_convertvector(q.v[h], vf));
+}
+
+/* dst[i] = scale * q[i] - min */
+INLINE void affine16(float *dst, struct i16 q, float scale, float min)
+{
+    for (int h = 0; h < LANE_VECS; h++)
+        store(dst + h * VL, scale * __builtin_convertvector(q.v[h], vf) - min);
+}
+
+INLINE struct i16 shift_right(struct i16 q, int n)
+{
+    for (int h = 0; h < LANE_VECS; h++)
+        q.v[h] = q.v[h] >> n;
+    return q;
+}
+
+INLINE struct i16 minus(struct i16 q, int32_t x)
+{
+    for (int h = 0; h < LANE_VECS; h++)
+        q.v[h] = q.v[h] - x;
+    return q;
+}
+
+/* q | (bits >> down) << up */
+INLINE struct i16 with_bits(struct i16 q, struct i16 bits, int down, int up)
+{
+    for (int h = 0; h < LANE_VECS; h++)
+        q.v[h] = q.v[h] | ((bits.v[h] >> down) << up);
+    return q;
+}
+
+INLINE vf half_vf(vu h)
+{
+    vu sign = (h & 0x8000u) << 16, mag = h & 0x7fffu;
+    vu norm = (mag << 13) + (112u << 23), inf_nan = (mag << 13) | 0x7f800000u;
+    vu sub = (vu)(__builtin_convertvector((vi)mag, vf) * 0x1p-24f); /* exact: 10 bits times a power of two */
+    vu is_sub = (vu)(mag < 0x0400u), is_inf_nan = (vu)(mag >= 0x7c00u);
+    return (vf)(sign | (is_sub & sub) | (is_inf_nan & inf_nan) | (~(is_sub | is_inf_nan) & norm));
+}
+
+INLINE float half_at(const uint8_t *p)
+{
+    uint16_t h;
+    memcpy(&h, p, 2);
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, mag = h & 0x7fffu, u;
+    float f = (float)(int32_t)mag * 0x1p-24f;
+    memcpy(&u, &f, 4);
+    if (mag >= 0x0400u)
+        u = mag >= 0x7c00u ? (mag << 13) | 0x7f800000u : (mag << 13) + (112u << 23);
+    u |= sign;
     memcpy(&f, &u, 4);
     return f;
 }
 
-static inline float half_of_bits(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, mag = h & 0x7fffu;
-    uint32_t norm = (mag << 13) + (112u << 23);
-    uint32_t inf_nan = (mag << 13) | 0x7f800000u;
-    float sub = (float)(int32_t)mag * 0x1p-24f; /* exact: 10 bits times a power of two */
-    uint32_t sub_bits;
-    memcpy(&sub_bits, &sub, 4);
-    uint32_t u = mag < 0x0400u ? sub_bits : (mag >= 0x7c00u ? inf_nan : norm);
-    return f32_of_bits(u | sign);
-}
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 
-static inline float half_at(const uint8_t *p)
+INLINE vu words(const uint8_t *p)
 {
-    uint16_t h;
-    memcpy(&h, p, 2);
-    return half_of_bits(h);
+    vh w;
+    memcpy(&w, p, sizeof w);
+    return __builtin_convertvector(w, vu);
 }
 
 static void row_f16(const uint8_t *restrict src, float *restrict dst, uint64_t n)
 {
-    for (uint64_t i = 0; i < n; i++) {
-        uint16_t h;
-        memcpy(&h, src + 2 * i, 2);
-        dst[i] = half_of_bits(h);
-    }
+    uint64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        store(dst + i, half_vf(words(src + 2 * i)));
+    for (; i < n; i++)
+        dst[i] = half_at(src + 2 * i);
 }
 
 static void row_bf16(const uint8_t *restrict src, float *restrict dst, uint64_t n)
 {
-    for (uint64_t i = 0; i < n; i++) {
+    uint64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        store(dst + i, (vf)(words(src + 2 * i) << 16));
+    for (; i < n; i++) {
         uint16_t h;
         memcpy(&h, src + 2 * i, 2);
-        dst[i] = f32_of_bits((uint32_t)h << 16);
+        uint32_t u = (uint32_t)h << 16;
+        memcpy(dst + i, &u, 4);
     }
 }
 
@@ -69,8 +140,8 @@ static void row_q8_0(const uint8_t *restrict src, float *restrict dst, uint64_t 
 {
     for (uint64_t b = 0; b < n / 32; b++, src += 34, dst += 32) {
         float d = half_at(src);
-        for (int i = 0; i < 32; i++)
-            dst[i] = d * (float)(int8_t)src[2 + i];
+        scaled16(dst, minus(bytes16(src + 2, 0xff, 0x80), 128), d);
+        scaled16(dst + 16, minus(bytes16(src + 18, 0xff, 0x80), 128), d);
     }
 }
 
@@ -79,17 +150,15 @@ static void row_q4_0(const uint8_t *restrict src, float *restrict dst, uint64_t 
 {
     for (uint64_t b = 0; b < n / 32; b++, src += 18, dst += 32) {
         float d = half_at(src);
-        for (int i = 0; i < 16; i++)
-            dst[i] = d * (float)((src[2 + i] & 15) - 8);
-        for (int i = 0; i < 16; i++)
-            dst[16 + i] = d * (float)((src[2 + i] >> 4) - 8);
+        scaled16(dst, minus(bytes16(src + 2, 0x0f, 0), 8), d);
+        scaled16(dst + 16, minus(shift_right(bytes16(src + 2, 0xf0, 0), 4), 8), d);
     }
 }
 
 /* Eight 6-bit scales and minima in 12 bytes: bytes 0-3 and 4-7 hold the low
  * six bits of the first four of each, their top two bits belong to the last
  * four, whose low nibbles are in bytes 8-11. */
-static inline void k_scales(const uint8_t *p, float d, float dmin, float *scale, float *min)
+INLINE void k_scales(const uint8_t *p, float d, float dmin, float *scale, float *min)
 {
     for (int j = 0; j < 4; j++) {
         scale[j] = d * (float)(p[j] & 63);
@@ -99,20 +168,19 @@ static inline void k_scales(const uint8_t *p, float d, float dmin, float *scale,
     }
 }
 
+/* f16 d and dmin, scales and minima, 32 bytes of nibbles for two sub-blocks of 32. */
 static void row_q4_k(const uint8_t *restrict src, float *restrict dst, uint64_t n)
 {
     for (uint64_t b = 0; b < n / 256; b++, src += 144, dst += 256) {
         float scale[8], min[8];
         k_scales(src + 4, half_at(src), half_at(src + 2), scale, min);
-        for (int j = 0; j < 4; j++) {
-            const uint8_t *q = src + 16 + 32 * j;
-            float *lo = dst + 64 * j, *hi = lo + 32;
-            float s0 = scale[2 * j], m0 = min[2 * j], s1 = scale[2 * j + 1], m1 = min[2 * j + 1];
-            for (int i = 0; i < 32; i++)
-                lo[i] = s0 * (float)(q[i] & 15) - m0;
-            for (int i = 0; i < 32; i++)
-                hi[i] = s1 * (float)(q[i] >> 4) - m1;
-        }
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < 32; i += 16) {
+                const uint8_t *q = src + 16 + 32 * j + i;
+                float *y = dst + 64 * j + i;
+                affine16(y, bytes16(q, 0x0f, 0), scale[2 * j], min[2 * j]);
+                affine16(y + 32, shift_right(bytes16(q, 0xf0, 0), 4), scale[2 * j + 1], min[2 * j + 1]);
+            }
     }
 }
 
@@ -123,16 +191,17 @@ static void row_q5_k(const uint8_t *restrict src, float *restrict dst, uint64_t 
     for (uint64_t b = 0; b < n / 256; b++, src += 176, dst += 256) {
         float scale[8], min[8];
         k_scales(src + 4, half_at(src), half_at(src + 2), scale, min);
-        const uint8_t *h = src + 16;
-        for (int j = 0; j < 4; j++) {
-            const uint8_t *q = src + 48 + 32 * j;
-            float *lo = dst + 64 * j, *hi = lo + 32;
-            float s0 = scale[2 * j], m0 = min[2 * j], s1 = scale[2 * j + 1], m1 = min[2 * j + 1];
-            for (int i = 0; i < 32; i++)
-                lo[i] = s0 * (float)((q[i] & 15) | (((h[i] >> (2 * j)) & 1) << 4)) - m0;
-            for (int i = 0; i < 32; i++)
-                hi[i] = s1 * (float)((q[i] >> 4) | (((h[i] >> (2 * j + 1)) & 1) << 4)) - m1;
-        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < 32; i += 16) {
+                const uint8_t *q = src + 48 + 32 * j + i, *h = src + 16 + i;
+                float *y = dst + 64 * j + i;
+                struct i16 h0 = bytes16(h, (uint8_t)(1 << (2 * j)), 0),
+                           h1 = bytes16(h, (uint8_t)(2 << (2 * j)), 0);
+                affine16(y, with_bits(bytes16(q, 0x0f, 0), h0, 2 * j, 4), scale[2 * j], min[2 * j]);
+                affine16(y + 32, with_bits(shift_right(bytes16(q, 0xf0, 0), 4), h1, 2 * j + 1, 4),
+                         scale[2 * j + 1], min[2 * j + 1]);
+            }
     }
 }
 
@@ -145,19 +214,17 @@ static void row_q6_k(const uint8_t *restrict src, float *restrict dst, uint64_t 
         float scale[16], d = half_at(src + 208);
         for (int i = 0; i < 16; i++)
             scale[i] = d * (float)(int8_t)src[192 + i];
-        for (int half = 0; half < 2; half++) {
-            const uint8_t *l = src + 64 * half, *h = src + 128 + 32 * half;
-            for (int g = 0; g < 4; g++) {
-                const uint8_t *q = l + 32 * (g & 1);
-                float *y = dst + 128 * half + 32 * g;
-                int shift = g < 2 ? 0 : 4;
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; g++)
+#pragma GCC unroll 2
                 for (int p = 0; p < 2; p++) {
-                    float s = scale[8 * half + 2 * g + p];
-                    for (int i = 16 * p; i < 16 * p + 16; i++)
-                        y[i] = s * (float)((((q[i] >> shift) & 15) | (((h[i] >> (2 * g)) & 3) << 4)) - 32);
+                    const uint8_t *l = src + 64 * half + 32 * (g & 1) + 16 * p;
+                    const uint8_t *h = src + 128 + 32 * half + 16 * p;
+                    struct i16 q = g < 2 ? bytes16(l, 0x0f, 0) : shift_right(bytes16(l, 0xf0, 0), 4);
+                    q = with_bits(q, bytes16(h, (uint8_t)(3 << (2 * g)), 0), 2 * g, 4);
+                    scaled16(dst + 128 * half + 32 * g + 16 * p, minus(q, 32), scale[8 * half + 2 * g + p]);
                 }
-            }
-        }
     }
 }
 

@@ -107,9 +107,10 @@ void krn_host_destroy(struct krn_host **host)
     *host = NULL;
 }
 
-uint32_t krn_host_tile_rows(const struct krn_host *host, uint32_t cols, uint32_t rows, uint32_t blocks)
+uint32_t krn_host_tile_rows(const struct krn_host *host, uint32_t cols, uint32_t rows, uint32_t blocks,
+                            uint32_t max_block)
 {
-    uint32_t n = KRN_TILE_FLOATS / cols / 4 * 4;
+    uint32_t n = (max_block <= KRN_FEW_TOKENS ? KRN_TILE_FLOATS_FEW : KRN_TILE_FLOATS) / cols / 4 * 4;
     n = n < 4 ? 4 : n > KRN_TILE_ROWS_MAX ? KRN_TILE_ROWS_MAX : n;
     while (n > 8 && (uint64_t)krn_div_up(rows, n) * blocks < 4 * host->threads && host->threads > 1)
         n = (n / 2 + 3) / 4 * 4;
@@ -165,7 +166,7 @@ void krn_host_matmul(struct krn_host *host, const struct krn_mat *m, const float
     if (tokens == 0 || m->rows == 0)
         return;
     uint32_t blocks = krn_div_up(tokens, KRN_TOKEN_BLOCK);
-    uint32_t tile_rows = krn_host_tile_rows(host, m->cols, m->rows, blocks);
+    uint32_t tile_rows = krn_host_tile_rows(host, m->cols, m->rows, blocks, tokens);
     /* Several tiles a task where there are many: handing out has a price. */
     uint64_t tiles = (uint64_t)krn_div_up(m->rows, tile_rows) * blocks;
     uint64_t a_task = tiles / ((uint64_t)host->threads * 16);

@@ -171,9 +171,11 @@ void krn_host_experts(struct krn_host *host, const struct krn_expert_job *jobs, 
                       const float *x, uint32_t top_k, uint32_t hidden, uint32_t width, void *scratch,
                       float *out)
 {
-    uint32_t blocks = 0;
-    for (uint32_t j = 0; j < n_jobs; j++)
+    uint32_t blocks = 0, most = 0;
+    for (uint32_t j = 0; j < n_jobs; j++) {
         blocks += krn_div_up(jobs[j].n_slots, KRN_TOKEN_BLOCK);
+        most = jobs[j].n_slots > most ? jobs[j].n_slots : most;
+    }
     if (blocks == 0)
         return;
     struct experts_arg a = {.host = host, .jobs = jobs, .n_jobs = n_jobs, .x = x, .top_k = top_k};
@@ -181,10 +183,10 @@ void krn_host_experts(struct krn_host *host, const struct krn_expert_job *jobs, 
     a.width = width;
     a.act = scratch;
     a.out = out;
-    a.tile_rows = krn_host_tile_rows(host, hidden, width, blocks);
+    a.tile_rows = krn_host_tile_rows(host, hidden, width, blocks, most);
     a.row_tiles = krn_div_up(width, a.tile_rows);
     krn_pool_run(host->pool, blocks * a.row_tiles, gate_up_task, &a);
-    a.tile_rows = krn_host_tile_rows(host, width, hidden, blocks);
+    a.tile_rows = krn_host_tile_rows(host, width, hidden, blocks, most);
     a.row_tiles = krn_div_up(hidden, a.tile_rows);
     krn_pool_run(host->pool, blocks * a.row_tiles, down_task, &a);
 }

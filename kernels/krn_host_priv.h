@@ -6,9 +6,11 @@
 #include "kernels/krn_host.h"
 #include "kernels/krn_ops.h"
 
-#define KRN_TILE_FLOATS   16384 /* a de-quantized weight tile: 64 KiB, stays in L2 beside the inputs */
-#define KRN_TILE_ROWS_MAX 256
-#define KRN_TOKEN_BLOCK   128 /* tokens for which a tile is de-quantized once */
+#define KRN_TILE_FLOATS     16384 /* a de-quantized weight tile: 64 KiB, stays in L2 beside the inputs */
+#define KRN_TILE_FLOATS_FEW 4096  /* for up to KRN_FEW_TOKENS: read once or twice, so it should stay in L1 */
+#define KRN_FEW_TOKENS      8
+#define KRN_TILE_ROWS_MAX   256
+#define KRN_TOKEN_BLOCK     128 /* tokens for which a tile is de-quantized once */
 
 struct krn_host {
     struct krn_pool *pool;
@@ -30,8 +32,10 @@ static inline float *krn_host_tile(const struct krn_host *host, uint32_t thread,
 }
 
 /* Rows of a weight tile: what fits, fewer where there would be too few tasks
- * (blocks = token blocks of the call) to keep the threads busy. */
-uint32_t krn_host_tile_rows(const struct krn_host *host, uint32_t cols, uint32_t rows, uint32_t blocks);
+ * (blocks = token blocks of the call, max_block the tokens of the largest) to
+ * keep the threads busy, and where the tile is used for a few tokens only. */
+uint32_t krn_host_tile_rows(const struct krn_host *host, uint32_t cols, uint32_t rows, uint32_t blocks,
+                            uint32_t max_block);
 
 /* The tile's rows as float32: de-quantized into buf, or the data itself. */
 const float *krn_host_tile_load(const struct krn_host *host, const struct krn_type *type, const void *data,

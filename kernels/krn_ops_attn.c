@@ -20,8 +20,12 @@
 #else
 #define ROWS 2
 #endif
-#define COLS     4 /* vectors a row in registers */
+#define COLS 4 /* vectors a row in registers */
+#if defined(__has_attribute) && __has_attribute(noipa)
+#define NOINLINE __attribute__((noipa)) /* no clones for constant arguments either */
+#else
 #define NOINLINE __attribute__((noinline))
+#endif
 
 struct row {
     float max, sum;
