@@ -86,7 +86,8 @@ int krn_host_create(struct krn_pool *pool, uint32_t max_cols, struct krn_host **
     host->ops = active_ops();
     host->threads = krn_pool_threads(pool);
     host->max_cols = max_cols;
-    host->tile_floats = (size_t)max_cols * 4 > KRN_TILE_FLOATS ? (size_t)max_cols * 4 : KRN_TILE_FLOATS;
+    host->tile_floats =
+        (size_t)max_cols * 4 > KRN_TILE_FLOATS_MAX ? (size_t)max_cols * 4 : KRN_TILE_FLOATS_MAX;
     host->tile_floats = (host->tile_floats + 15) / 16 * 16;
     host->thread_floats = 2 * host->tile_floats + (size_t)KRN_PANEL_TOKENS * KRN_TILE_ROWS_MAX;
     host->scratch = aligned_alloc(64, host->threads * host->thread_floats * sizeof(float));
@@ -108,10 +109,12 @@ void krn_host_destroy(struct krn_host **host)
 }
 
 uint32_t krn_host_tile_rows(const struct krn_host *host, uint32_t cols, uint32_t rows, uint32_t blocks,
-                            uint32_t max_block)
+                            uint32_t max_block, uint32_t tiles)
 {
-    uint32_t n = (max_block <= KRN_FEW_TOKENS ? KRN_TILE_FLOATS_FEW : KRN_TILE_FLOATS) / cols / 4 * 4;
-    n = n < 4 ? 4 : n > KRN_TILE_ROWS_MAX ? KRN_TILE_ROWS_MAX : n;
+    uint32_t n = (max_block <= KRN_FEW_TOKENS ? KRN_TILE_FLOATS_FEW : KRN_TILE_FLOATS) / cols / tiles / 4 * 4;
+    uint32_t least = max_block <= KRN_FEW_TOKENS ? 4 : KRN_TILE_FLOATS_MAX / cols / 4 * 4;
+    least = least < 4 ? 4 : least > 16 ? 16 : least;
+    n = n < least ? least : n > KRN_TILE_ROWS_MAX ? KRN_TILE_ROWS_MAX : n;
     while (n > 8 && (uint64_t)krn_div_up(rows, n) * blocks < 4 * host->threads && host->threads > 1)
         n = (n / 2 + 3) / 4 * 4;
     return n;
@@ -166,7 +169,7 @@ void krn_host_matmul(struct krn_host *host, const struct krn_mat *m, const float
     if (tokens == 0 || m->rows == 0)
         return;
     uint32_t blocks = krn_div_up(tokens, KRN_TOKEN_BLOCK);
-    uint32_t tile_rows = krn_host_tile_rows(host, m->cols, m->rows, blocks, tokens);
+    uint32_t tile_rows = krn_host_tile_rows(host, m->cols, m->rows, blocks, tokens, 1);
     /* Several tiles a task where there are many: handing out has a price. */
     uint64_t tiles = (uint64_t)krn_div_up(m->rows, tile_rows) * blocks;
     uint64_t a_task = tiles / ((uint64_t)host->threads * 16);

@@ -183,10 +183,10 @@ void krn_host_experts(struct krn_host *host, const struct krn_expert_job *jobs, 
     a.width = width;
     a.act = scratch;
     a.out = out;
-    a.tile_rows = krn_host_tile_rows(host, hidden, width, blocks, most);
+    a.tile_rows = krn_host_tile_rows(host, hidden, width, blocks, most, 2);
     a.row_tiles = krn_div_up(width, a.tile_rows);
     krn_pool_run(host->pool, blocks * a.row_tiles, gate_up_task, &a);
-    a.tile_rows = krn_host_tile_rows(host, width, hidden, blocks, most);
+    a.tile_rows = krn_host_tile_rows(host, width, hidden, blocks, most, 1);
     a.row_tiles = krn_div_up(hidden, a.tile_rows);
     krn_pool_run(host->pool, blocks * a.row_tiles, down_task, &a);
 }

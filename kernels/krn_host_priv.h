@@ -6,11 +6,14 @@
 #include "kernels/krn_host.h"
 #include "kernels/krn_ops.h"
 
-#define KRN_TILE_FLOATS     16384 /* a de-quantized weight tile: 64 KiB, stays in L2 beside the inputs */
-#define KRN_TILE_FLOATS_FEW 4096  /* for up to KRN_FEW_TOKENS: read once or twice, so it should stay in L1 */
+/* A de-quantized weight tile: up to 32 KiB, so that it stays in L1 while a
+ * block of tokens passes by. Long rows: at least 16 of them, from L2. */
+#define KRN_TILE_FLOATS     8192
+#define KRN_TILE_FLOATS_MAX 32768
+#define KRN_TILE_FLOATS_FEW 4096 /* for up to KRN_FEW_TOKENS: read once or twice */
 #define KRN_FEW_TOKENS      8
 #define KRN_TILE_ROWS_MAX   256
-#define KRN_TOKEN_BLOCK     128 /* tokens for which a tile is de-quantized once */
+#define KRN_TOKEN_BLOCK     192 /* tokens for which a tile is de-quantized once; a multiple of the panel */
 
 struct krn_host {
     struct krn_pool *pool;
@@ -33,9 +36,10 @@ static inline float *krn_host_tile(const struct krn_host *host, uint32_t thread,
 
 /* Rows of a weight tile: what fits, fewer where there would be too few tasks
  * (blocks = token blocks of the call, max_block the tokens of the largest) to
- * keep the threads busy, and where the tile is used for a few tokens only. */
+ * keep the threads busy, and where the tile is used for a few tokens only.
+ * tiles: how many are in use at a time (gate and up: 2). */
 uint32_t krn_host_tile_rows(const struct krn_host *host, uint32_t cols, uint32_t rows, uint32_t blocks,
-                            uint32_t max_block);
+                            uint32_t max_block, uint32_t tiles);
 
 /* The tile's rows as float32: de-quantized into buf, or the data itself. */
 const float *krn_host_tile_load(const struct krn_host *host, const struct krn_type *type, const void *data,

@@ -10,10 +10,10 @@
 #include "kernels/krn_vec.h"
 
 /* Tile in registers. 16 vector registers hold 8 sums, 4 weights, 1 input; with
- * 32 of them 16 sums fit. Where 16 lanes are several vectors, each part is a
+ * 32 of them 24 sums fit. Where 16 lanes are several vectors, each part is a
  * pass of its own over k, so that the registers suffice. */
 #if VL == 16
-#define TILE_T 4
+#define TILE_T 6
 #else
 #define TILE_T 2
 #endif
@@ -26,7 +26,7 @@ INLINE void micro(const float *const *x, const float *w, uint32_t cols, float *c
 #pragma GCC unroll 4
     for (int h = 0; h < LANE_VECS; h++) {
         vf acc[TILE_T * TILE_R];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int i = 0; i < T * R; i++)
             acc[i] = (vf){0};
         for (uint32_t k = (uint32_t)h * VL; k < cols; k += 16) {
@@ -34,7 +34,7 @@ INLINE void micro(const float *const *x, const float *w, uint32_t cols, float *c
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
                 wk[r] = load(w + (size_t)r * cols + k);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int t = 0; t < T; t++) {
                 vf xk = load(x[t] + k);
 #pragma GCC unroll 4
@@ -42,12 +42,12 @@ INLINE void micro(const float *const *x, const float *w, uint32_t cols, float *c
                     acc[t * R + r] += xk * wk[r];
             }
         }
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int i = 0; i < T * R; i++)
             part[h][i] = acc[i];
     }
     vf sum[TILE_T * TILE_R];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int i = 0; i < T * R; i++) {
 #if LANE_VECS == 1
         sum[i] = part[0][i];
@@ -62,7 +62,7 @@ INLINE void micro(const float *const *x, const float *w, uint32_t cols, float *c
 #pragma GCC unroll 8
     for (int i = 0; i < (T * R + VL - 1) / VL; i++)
         store(flat + i * VL, sum[i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int t = 0; t < T; t++)
         memcpy(y[t] + r0, flat + t * R, (size_t)R * 4);
 }
@@ -77,11 +77,15 @@ MICRO(1, 1)
 MICRO(2, 1)
 MICRO(1, 4)
 MICRO(2, 4)
-#if TILE_T == 4
+#if TILE_T == 6
 MICRO(3, 1)
 MICRO(4, 1)
 MICRO(3, 4)
 MICRO(4, 4)
+MICRO(5, 1)
+MICRO(6, 1)
+MICRO(5, 4)
+MICRO(6, 4)
 #endif
 
 typedef void (*micro_fn)(const float *const *, const float *, uint32_t, float *const *, uint32_t);
@@ -89,9 +93,9 @@ typedef void (*micro_fn)(const float *const *, const float *, uint32_t, float *c
 static void tile(const float *const *x, uint32_t nt, const float *w, uint32_t cols, uint32_t nr,
                  float *const *y)
 {
-#if TILE_T == 4
-    static const micro_fn by4[] = {micro_1x4, micro_2x4, micro_3x4, micro_4x4};
-    static const micro_fn by1[] = {micro_1x1, micro_2x1, micro_3x1, micro_4x1};
+#if TILE_T == 6
+    static const micro_fn by4[] = {micro_1x4, micro_2x4, micro_3x4, micro_4x4, micro_5x4, micro_6x4};
+    static const micro_fn by1[] = {micro_1x1, micro_2x1, micro_3x1, micro_4x1, micro_5x1, micro_6x1};
 #else
     static const micro_fn by4[] = {micro_1x4, micro_2x4};
     static const micro_fn by1[] = {micro_1x1, micro_2x1};

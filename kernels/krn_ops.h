@@ -15,7 +15,7 @@
 
 #include "kernels/krn_host.h"
 
-#define KRN_PANEL_TOKENS 4  /* most tokens of one tile call */
+#define KRN_PANEL_TOKENS 6  /* most tokens of one tile call */
 #define KRN_ATTN_ROWS    32 /* most query rows of one attn call */
 #define KRN_ATTN_BLOCK   64 /* keys of one softmax step; blocks are absolute */
 

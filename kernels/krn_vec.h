@@ -88,7 +88,7 @@ INLINE void reduce_lanes(vf *v, int n)
 #pragma GCC unroll 4
     for (int step = VL / 2; step >= 1; step /= 2) {
         int half = (m + 1) / 2;
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int i = 0; i < half; i++)
             v[i] = fold16(v[2 * i], v[2 * i + 1 < m ? 2 * i + 1 : m - 1], step);
         m = half;
