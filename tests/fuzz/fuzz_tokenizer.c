@@ -9,9 +9,8 @@
 
 #include "inferd/inf_detok.h"
 #include "inferd/inf_utf8.h"
+#include "tests/fuzz/fuzz.h"
 #include "tests/unit/tok_fixture.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 #define MUST(what) ((what) ? (void)0 : abort())
 
