@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Lost wake-ups: two threads hand a number to and fro, each asleep on its bell
- * while it waits. Every wait is limited to 20 s and must never run into it; a
- * wake-up lost once in 200,000 rounds fails the test.
+ * Lost wake-ups. First two threads hand a number to and fro, each asleep on
+ * its bell while it waits. Then both meet at a barrier and one rings at the
+ * very moment when the other goes to sleep, at every small distance. Every
+ * wait is limited to 10 s and must never run into it: one wake-up lost in all
+ * the rounds fails the test.
  */
 #include "shm/shm_bell.h"
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#define LIMIT_NS UINT64_C(20000000000)
+#define LIMIT_NS UINT64_C(10000000000)
 
 struct side {
     _Alignas(64) struct shm_bell bell;
     _Atomic uint64_t word;
 };
 
-static struct side ping, pong;
+static struct side ping, pong, clash;
 static uint64_t rounds;
-static _Atomic uint64_t slept;
+static _Atomic uint64_t slept, arrived;
 
 static bool wait_for(struct side *s, uint64_t value)
 {
@@ -46,6 +49,36 @@ static void tell(struct side *s, uint64_t value)
     shm_bell_ring(&s->bell);
 }
 
+static void spin(uint64_t n)
+{
+    for (volatile uint64_t left = n; left; left--)
+        ;
+}
+
+/* Both threads leave it together, awake, as far as the scheduler lets them. */
+static void meet(uint64_t round)
+{
+    atomic_fetch_add(&arrived, 1);
+    for (uint32_t n = 0; atomic_load(&arrived) < 2 * round; n++)
+        if (n > 1000)
+            sched_yield();
+}
+
+/* Where in its path into sleep the ring hits the waiter sweeps with the round. */
+static bool collide(bool ringer)
+{
+    for (uint64_t i = 1; i <= 2 * rounds; i++) {
+        bool rings = ringer == (i % 2 == 0);
+        meet(i);
+        spin(rings ? i / 2 % 128 : 40);
+        if (rings)
+            tell(&clash, i);
+        else if (!wait_for(&clash, i))
+            return false;
+    }
+    return true;
+}
+
 static void *answer(void *arg)
 {
     (void)arg;
@@ -53,10 +86,11 @@ static void *answer(void *arg)
         if (!wait_for(&ping, i))
             exit(1);
         /* A varying pause puts the ring at every point of the other side's prepare and wait. */
-        for (volatile uint64_t spin = i % 61; spin; spin--)
-            ;
+        spin(i % 61);
         tell(&pong, i);
     }
+    if (!collide(true))
+        exit(1);
     return NULL;
 }
 
@@ -93,6 +127,8 @@ int main(int argc, char **argv)
         if (!wait_for(&pong, i))
             return 1;
     }
+    if (!collide(false))
+        return 1;
     pthread_join(thread, NULL);
     printf("%llu rounds, %llu sleeps\n", (unsigned long long)rounds, (unsigned long long)slept);
     return slept ? 0 : (fprintf(stderr, "p_bell: nobody ever slept\n"), 1);

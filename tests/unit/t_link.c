@@ -299,6 +299,7 @@ Test(link, refuses, .init = memory_up, .fini = memory_down)
     cr_expect_eq(krn_link_copy(link, end + 1, source, 0), -EINVAL);
     cr_expect_eq(krn_link_copy(link, UINT64_MAX - 10, source, SMALL), -EINVAL);
     cr_expect_eq(krn_link_copy(link, 0, source, SIZE_MAX), -EINVAL);
+    cr_expect_eq(krn_link_copy(link, SMALL, source, SIZE_MAX - 100), -EINVAL, "offset + bytes wraps");
     cr_expect_eq(krn_link_copy(link, end - SMALL, source, SMALL), 0, "the last byte is inside");
     cr_assert_eq(krn_link_drain(link, LONG_WAIT), 0);
     cr_expect_eq(krn_link_landed(link), 1u);
