@@ -19,7 +19,7 @@
 
 struct side {
     _Alignas(64) struct shm_bell bell;
-    _Atomic uint64_t word;
+    _Alignas(64) _Atomic uint64_t word; /* on another line than the bell, as in the segment */
 };
 
 static struct side ping, pong, clash;
