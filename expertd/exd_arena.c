@@ -373,6 +373,25 @@ void exd_arena_info(const struct exd_arena *arena, struct exd_arena_info *ret_in
         .warning = arena->warning};
 }
 
+int exd_arena_put(struct exd_arena *arena, uint64_t offset, const void *bytes, size_t n)
+{
+    if (arena->huge) { /* populated already; and hugetlbfs has no write */
+        memcpy(arena->base + offset, bytes, n);
+        return 0;
+    }
+    for (const uint8_t *from = bytes; n;) {
+        ssize_t put = pwrite(arena->fd, from, n, (off_t)offset);
+        if (put < 0 && errno == EINTR)
+            continue;
+        if (put <= 0)
+            return put < 0 ? -errno : -EIO;
+        from += put;
+        offset += (uint64_t)put;
+        n -= (size_t)put;
+    }
+    return 0;
+}
+
 void exd_arena_unit_done(struct exd_arena *arena, uint32_t unit, uint64_t sum)
 {
     const struct shm_arena *h = arena->view.arena;

@@ -109,6 +109,11 @@ struct exd_arena_info {
 };
 void exd_arena_info(const struct exd_arena *arena, struct exd_arena_info *ret_info);
 
+/* For the loader: copies n bytes to offset (inside the data section; not checked). On
+ * ordinary pages through the file, which costs a third of faulting them in one by
+ * one; any thread. 0, or what pwrite said. */
+int exd_arena_put(struct exd_arena *arena, uint64_t offset, const void *bytes, size_t n);
+
 /* For the loader: unit's checksum and ready flag (release; the bytes first). */
 void exd_arena_unit_done(struct exd_arena *arena, uint32_t unit, uint64_t sum);
 

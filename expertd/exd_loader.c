@@ -94,17 +94,15 @@ static int consume(void *ctx, uint64_t tag, uint64_t offset, const void *bytes, 
 {
     struct exd_loader *l = ctx;
     const struct item *it = &l->item[tag];
-    uint8_t *base = exd_arena_base(l->arena);
     const uint8_t *from = bytes;
     atomic_fetch_add_explicit(&l->done_bytes, n, memory_order_relaxed);
-    if (!it->blob) {
-        memcpy(base + it->to + offset, from, n);
-        arrived(l, it->unit, n);
-    }
-    while (it->blob && n) {
-        uint64_t expert = offset / it->part_bytes, in_part = offset % it->part_bytes;
-        uint64_t m = it->part_bytes - in_part < n ? it->part_bytes - in_part : n;
-        memcpy(base + it->to + expert * it->stride + in_part, from, m);
+    while (n) {
+        uint64_t expert = it->blob ? offset / it->part_bytes : 0;
+        uint64_t in_part = offset - expert * it->part_bytes;
+        uint64_t m = it->blob && it->part_bytes - in_part < n ? it->part_bytes - in_part : n;
+        int rc = exd_arena_put(l->arena, it->to + expert * it->stride + in_part, from, m);
+        if (rc)
+            return rc;
         arrived(l, it->unit + (uint32_t)expert, m);
         from += m;
         offset += m;
