@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Commands of inferd. Each takes argc and argv from its own name on and
+ * returns the exit status: 0; 1 an error (one line on stderr); 130 cancelled.
+ */
+#ifndef INF_CMD_H
+#define INF_CMD_H
+
+#include "inferd/inf_options.h"
+
+int inf_cmd_run(int argc, char **argv);
+int inf_cmd_chat(int argc, char **argv);
+int inf_cmd_logits(int argc, char **argv);
+int inf_cmd_tokenize(int argc, char **argv);
+
+/* Set by SIGINT (and SIGTERM); a second signal while it is set ends the process. */
+extern _Atomic bool inf_cancel;
+void inf_cancel_install(void);
+
+/* --model, then the engine. Prints the line on errors. */
+int inf_cmd_open(struct inf_options *options, struct inf_engine **ret_engine);
+
+/* "inferd: line" on stderr; the exit status for rc. */
+int inf_cmd_fail(int rc, const struct shm_error *err);
+
+/* Prompt of the options as ids: text or --ids, by the chat template unless
+ * --raw (or where the model has none). */
+int inf_cmd_prompt(const struct inf_options *options, struct inf_engine *engine, struct shm_error *err,
+                   struct inf_ids *ret_ids);
+
+#endif

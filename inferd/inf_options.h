@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Command line of inferd: one struct for all commands; each command names the
+ * groups of options it takes, and an option outside them is an error. Strings
+ * point into argv.
+ */
+#ifndef INF_OPTIONS_H
+#define INF_OPTIONS_H
+
+#include "inferd/inf_engine.h"
+#include "inferd/inf_sampler.h"
+
+#define INF_GROUP_ENGINE   1u /* instance, device, stream, threads: every command that attaches */
+#define INF_GROUP_PROMPT   2u /* prompt text and how it is read */
+#define INF_GROUP_SAMPLING 4u /* -n, temperature, ... */
+#define INF_GROUP_REPORT   8u /* --json, --hash */
+#define INF_GROUP_LOGITS   16u
+
+struct inf_options {
+    const char *model; /* --model: start expertd if none holds that file */
+    bool instance_given;
+    struct inf_engine_config engine; /* instance, runtime_dir, stream settings, threads, chunk, ctx */
+
+    const char *prompt, *prompt_file, *ids, *system;
+    bool prompt_stdin, raw;
+
+    struct inf_sampler_params sampler;
+    uint32_t n;
+    bool n_given, ignore_eos;
+
+    bool json, hash, verbose, quiet;
+    const char *positions; /* --positions */
+    bool routes;
+};
+
+/* Parses argv (argv[0]: "inferd COMMAND" for messages). Ends the process on
+ * --help, --version and on errors (status 2). */
+void inf_options_parse(int argc, char **argv, unsigned groups, const char *doc,
+                       struct inf_options *ret_options);
+
+/* The prompt's bytes, from wherever the options say; the caller frees. NULL
+ * with 0 bytes never happens: an empty prompt is an error. */
+int inf_options_prompt(const struct inf_options *options, char **ret_text, size_t *ret_bytes,
+                       struct shm_error *err);
+
+/* "1,2,3" as token ids. */
+int inf_options_ids(const char *text, struct inf_ids *ret_ids, struct shm_error *err);
+
+#endif

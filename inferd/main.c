@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/inf_cmd.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const struct {
+    const char *name, *help;
+    int (*run)(int argc, char **argv);
+} commands[] = {
+    {"run", "read a prompt and write an answer", inf_cmd_run},
+    {"chat", "a conversation in the terminal", inf_cmd_chat},
+    {"logits", "logits, routing and greedy continuation as JSON, for tests", inf_cmd_logits},
+    {"tokenize", "token ids of a text", inf_cmd_tokenize},
+};
+#define COMMANDS (sizeof commands / sizeof commands[0])
+
+static void usage(FILE *f)
+{
+    fputs("Usage: inferd COMMAND [OPTION...]\n\n", f);
+    for (size_t i = 0; i < COMMANDS; i++)
+        fprintf(f, "  %-9s %s\n", commands[i].name, commands[i].help);
+    fputs("\n'inferd COMMAND --help' lists a command's options.\n", f);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 2) {
+        usage(stderr);
+        return 2;
+    }
+    for (size_t i = 0; i < COMMANDS; i++) {
+        if (strcmp(argv[1], commands[i].name) == 0) {
+            char name[32];
+            snprintf(name, sizeof name, "inferd %s", commands[i].name);
+            argv[1] = name;
+            return commands[i].run(argc - 1, argv + 1);
+        }
+    }
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-?") == 0) {
+        usage(stdout);
+        return 0;
+    }
+    if (strcmp(argv[1], "--version") == 0 || strcmp(argv[1], "-V") == 0) {
+        puts("inferd " EXPERTD_VERSION);
+        return 0;
+    }
+    fprintf(stderr, "inferd: '%s' is no command: run, chat, logits or tokenize\n", argv[1]);
+    return 2;
+}
