@@ -64,8 +64,8 @@ int race_worker_stream(struct race_worker *worker, const struct race_stream *str
 
 uint64_t race_random(uint64_t *state);
 
-/* Open descriptors and mappings of this process, to see leaks. */
+/* Open descriptors and mappings of this process, to see leaks. name: only mappings with it in their path. */
 int race_count_fds(void);
-int race_count_maps(void);
+int race_count_maps(const char *name);
 
 #endif
