@@ -17,16 +17,24 @@ static void keep_line(void *ctx, bool warning, const char *line)
     f->warnings += warning;
 }
 
-void fixture_open(struct arena_fixture *f)
+void fixture_model(struct arena_fixture *f, const char *path)
 {
     struct shm_error err = {0};
+    exd_plan_free(&f->plan);
+    exd_model_close(&f->model);
+    exd_gguf_close(&f->gguf);
+    cr_assert_eq(exd_gguf_open(path, &f->gguf, &err), 0, "%s", err.text);
+    cr_assert_eq(exd_model_open(f->gguf, &f->model, &err), 0, "%s", err.text);
+    cr_assert_eq(exd_plan_make(f->model, &f->plan, &err), 0, "%s", err.text);
+}
+
+void fixture_open(struct arena_fixture *f)
+{
     char path[512];
     const char *src = getenv("EXPERTD_SRC");
     *f = (struct arena_fixture){0};
     snprintf(path, sizeof path, "%s/tools/model/story-q4_k.gguf", src ? src : EXPERTD_SRC_DEFAULT);
-    cr_assert_eq(exd_gguf_open(path, &f->gguf, &err), 0, "%s", err.text);
-    cr_assert_eq(exd_model_open(f->gguf, &f->model, &err), 0, "%s", err.text);
-    cr_assert_eq(exd_plan_make(f->model, &f->plan, &err), 0, "%s", err.text);
+    fixture_model(f, path);
     snprintf(f->dir, sizeof f->dir, "/dev/shm/exd_test_%d_XXXXXX", (int)getpid());
     cr_assert_not_null(mkdtemp(f->dir));
     snprintf(f->file, sizeof f->file, "%s/arena", f->dir);

@@ -22,6 +22,8 @@ struct arena_fixture {
 };
 
 void fixture_open(struct arena_fixture *f);
+/* Another model instead of the shipped one. */
+void fixture_model(struct arena_fixture *f, const char *path);
 /* Removes the directory and what the arena leaves in it; asserts that nothing else is there. */
 void fixture_close(struct arena_fixture *f);
 

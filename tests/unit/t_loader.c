@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /* The loader: what is in the arena is what is in the file, whatever goes wrong on the way. */
 #include "arena_fixture.h"
+#include "gguf_build.h"
 #include "shm/shm_verify.h"
 
 #include <criterion/criterion.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -140,6 +142,47 @@ Test(loader, short_reads_do_not_matter)
 {
     struct exd_reader_faults faults = {.after_read = halves};
     loads_with((struct exd_reader_config){.faults = &faults});
+}
+
+/* Each shard's data is filled with other bytes, so that a mix-up shows. */
+Test(loader, every_byte_is_the_right_shards)
+{
+    char dir[] = "/tmp/exd_shards_XXXXXX", path[3][128];
+    uint32_t used = 0;
+    cr_assert_not_null(mkdtemp(dir));
+    for (uint32_t i = 0; i < 3; i++) {
+        struct gb b;
+        gb_init(&b);
+        gb_model(&b, &(struct gb_model){.shard = i, .shards = 3});
+        struct gb_bytes bytes = gb_finish(&b);
+        snprintf(path[i], sizeof path[i], "%s/m-%05u-of-00003.gguf", dir, i + 1);
+        FILE *f = fopen(path[i], "we");
+        cr_assert(f && fwrite(bytes.data, 1, bytes.len, f) == bytes.len);
+        fclose(f);
+        free(bytes.data);
+        gb_free(&b);
+    }
+    fixture_model(&fx, path[0]);
+    for (uint32_t i = 0; i < 3; i++) {
+        const struct exd_gguf_shard *s = exd_gguf_shard(fx.gguf, i);
+        int fd = open(path[i], O_WRONLY | O_CLOEXEC);
+        uint32_t x = i + 1;
+        for (uint64_t at = s->data_offset; at + 4 <= s->size_bytes; at += 4) {
+            x = x * 1664525 + 1013904223;
+            cr_assert_eq(pwrite(fd, &x, 4, (off_t)at), 4);
+        }
+        close(fd);
+    }
+    for (uint32_t l = 0; l < fx.model->hp.layers; l++)
+        for (unsigned p = 0; p < EXD_PART_COUNT; p++)
+            used |= 1u << fx.model->layer[l].part[p].tensor->shard;
+    for (uint32_t i = 0; i < fx.model->n_dense; i++)
+        used |= 1u << fx.model->dense[i].tensor->shard;
+    cr_assert_eq(used & (used - 1) ? 1 : 0, 1, "all in one shard");
+    loads_with((struct exd_reader_config){0});
+    for (uint32_t i = 0; i < 3; i++)
+        unlink(path[i]);
+    rmdir(dir);
 }
 
 /* Units that are ready while the rest is still read can be used. */
