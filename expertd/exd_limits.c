@@ -71,12 +71,40 @@ static bool field(const char *text, const char *key, uint64_t *ret_value)
     return false;
 }
 
+/* Free huge pages of one size, in pages: what the pool has and may still take. */
+static uint64_t free_huge_pages(const char *root, uint64_t page_bytes)
+{
+    static const char *const name[] = {"free_hugepages", "nr_overcommit_hugepages", "resv_hugepages",
+                                       "surplus_hugepages"};
+    uint64_t value[4] = {0};
+    for (unsigned i = 0; i < 4; i++) {
+        char path[128], text[64];
+        snprintf(path, sizeof path, "/sys/kernel/mm/hugepages/hugepages-%" PRIu64 "kB/%s", page_bytes / 1024,
+                 name[i]);
+        if (read_text(root, path, text, sizeof text))
+            sscanf(text, "%" SCNu64, &value[i]);
+    }
+    uint64_t have = value[0] + value[1], taken = value[2] + value[3];
+    return have > taken ? have - taken : 0;
+}
+
 static int check_space(const struct exd_limits_need *need, enum exd_fs fs, struct shm_error *err)
 {
     struct statvfs s;
     if (statvfs(need->dir, &s) != 0)
         return shm_error_set(err, errno, "arena directory %s: %m", need->dir);
     uint64_t have = (uint64_t)s.f_bavail * s.f_frsize;
+    if (fs == EXD_FS_HUGETLB) {
+        uint64_t page = s.f_bsize ? s.f_bsize : 1;
+        if (need->file_bytes % page)
+            return shm_error_set(err, EINVAL,
+                                 "arena directory %s: huge pages of %" PRIu64
+                                 " bytes do not divide an arena: mount hugetlbfs with pagesize=2M",
+                                 need->dir, page);
+        uint64_t in_pool = free_huge_pages(need->root ? need->root : "", page) * page;
+        if (s.f_blocks == 0 || in_pool < have) /* mounted without size=: the pool is the limit */
+            have = in_pool;
+    }
     bool unlimited = fs == EXD_FS_TMPFS && s.f_blocks == 0; /* tmpfs mounted with size=0 */
     if (unlimited || have >= need->file_bytes)
         return 0;

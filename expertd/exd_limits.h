@@ -26,8 +26,8 @@ struct exd_limits_need {
 };
 
 /* 0, or one line that names the limit, the need and the remedy: -ENOSPC (file
- * system), -ENOMEM (memory, cgroup, address space), -EFBIG (file size),
- * -EPERM (locked memory), or what statvfs said. */
+ * system, pool of huge pages), -EINVAL (huge pages of 1 GiB), -ENOMEM (memory, cgroup, address space), -EFBIG
+ * (file size), -EPERM (locked memory), or what statvfs said. */
 int exd_limits_check(const struct exd_limits_need *need, struct shm_error *err);
 
 /* Kind of the file system that holds path. 0 or a negative errno. */

@@ -300,6 +300,35 @@ Test(arena, huge_pages_where_the_file_system_gives_them)
     cr_assert(info.huge);
 }
 
+Test(arena, huge_pages_of_a_pool_that_is_too_small)
+{
+    char dir[] = "/tmp/exd_huge_XXXXXX", root[] = "/tmp/exd_limits_XXXXXX", path[512];
+    struct exd_arena *arena = NULL;
+    struct shm_error err = {0}, err_enough = {0};
+    cr_assert_not_null(mkdtemp(dir));
+    if (mount("exd_test", dir, "hugetlbfs", 0, "pagesize=2M") != 0) {
+        rmdir(dir);
+        cr_skip_test("no hugetlbfs to be had");
+    }
+    cr_assert_not_null(mkdtemp(root));
+    FAKE("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "6\n");
+    fx.config.arena_dir = dir;
+    fx.config.limits_root = root;
+    int rc = exd_arena_open(&fx.config, fx.plan, &arena, &err);
+    unsigned left = fixture_count(dir);
+    struct exd_limits_need need = {.dir = dir, .file_bytes = 12 << 20, .root = root};
+    int rc_enough = exd_limits_check(&need, &err_enough);
+    umount2(dir, MNT_DETACH);
+    rmdir(dir);
+    snprintf(path, sizeof path, "rm -rf %s", root);
+    cr_assert_eq(system(path), 0);
+    cr_assert_eq(rc, -ENOSPC);
+    cr_assert(has(err.text, "12.0 MiB of huge pages are free") && has(err.text, "vm.nr_hugepages"), "%s",
+              err.text);
+    cr_assert_eq(left, 0);
+    cr_assert_eq(rc_enough, 0, "%s", err_enough.text);
+}
+
 Test(arena, lock_limit_is_a_warning_or_an_error)
 {
     struct exd_arena *arena = NULL;
