@@ -66,7 +66,7 @@ static void hunt(int mutant, uint64_t seeds)
 
 int main(int argc, char **argv)
 {
-    uint64_t seeds = argc > 1 ? strtoull(argv[1], NULL, 10) : 5000;
+    uint64_t seeds = argc > 1 ? strtoull(argv[1], NULL, 10) : 20000;
     static struct sim_cover cover;
     struct sim_result result;
     int missed = 0;
