@@ -244,6 +244,8 @@ static void on_started(struct exd_daemon *d)
             view->catalog->hparams.layers, view->catalog->hparams.experts, s->arena_path,
             d->start.loader ? "loading" : "adopted", d->start.loader ? ", " : "",
             d->start.loader ? s->reader : "");
+    if (!d->start.loader)
+        exd_start_loaded(&d->start);
     tell_starter(d, "ready");
 }
 
@@ -268,6 +270,7 @@ static void on_loaded(struct exd_daemon *d)
     exd_log(EXD_LOG_INFO, "loaded %.2f GB in %.2f s (%.2f GB/s)", (double)stats.bytes_wanted / 1e9,
             (double)stats.elapsed_ns / 1e9,
             stats.elapsed_ns ? (double)stats.bytes_wanted / (double)stats.elapsed_ns : 0.0);
+    exd_start_loaded(&d->start);
 }
 
 static void on_signal(struct exd_daemon *d)

@@ -27,7 +27,7 @@ struct exd_start {
     struct exd_model *model;
     struct exd_plan *plan;
     struct exd_arena *arena;
-    struct exd_loader *loader; /* NULL: the arena was adopted */
+    struct exd_loader *loader; /* NULL: the arena was adopted, or is loaded */
     struct exd_progress progress;
     bool show_progress;
     struct shm_store *segment; /* load counters: written by loader threads (atomics) */
@@ -57,14 +57,16 @@ struct exd_daemon {
     bool draining, stopping, broken_off;
     uint64_t drain_deadline_ns;
     int exit_status;
-    uint8_t message[PRT_MESSAGE_MAX];
+    _Alignas(8) uint8_t message[PRT_MESSAGE_MAX];
 };
 
 /* exd_start.c. begin: starts the thread. cancel: ends it and the loading soon. finish: joins the thread and
- * returns its status. destroy: joins, and gives everything back; keep: the arena stays. */
+ * returns its status. loaded: gives back what only the loading needed. destroy: joins, and gives everything
+ * back; keep: the arena stays. */
 int exd_start_begin(struct exd_daemon *d, struct shm_error *err);
 void exd_start_cancel(struct exd_start *s);
 int exd_start_finish(struct exd_start *s, struct shm_error *err);
+void exd_start_loaded(struct exd_start *s);
 void exd_start_destroy(struct exd_start *s, bool keep);
 
 /* exd_control.c. Takes and answers the requests that wait. */

@@ -107,14 +107,20 @@ int exd_start_finish(struct exd_start *s, struct shm_error *err)
     return s->status;
 }
 
+void exd_start_loaded(struct exd_start *s)
+{
+    exd_loader_destroy(&s->loader);
+    exd_plan_free(&s->plan);
+    exd_model_close(&s->model);
+    exd_gguf_close(&s->gguf);
+}
+
 void exd_start_destroy(struct exd_start *s, bool keep)
 {
     struct shm_error ignored = {0};
     exd_start_cancel(s);
     exd_start_finish(s, &ignored);
-    exd_loader_destroy(&s->loader);
+    exd_loader_destroy(&s->loader); /* writes into the arena until then */
     exd_arena_close(&s->arena, keep);
-    exd_plan_free(&s->plan);
-    exd_model_close(&s->model);
-    exd_gguf_close(&s->gguf);
+    exd_start_loaded(s);
 }

@@ -9,10 +9,13 @@
 #include <nanomsg/nn.h>
 #include <nanomsg/reqrep.h>
 #include <poll.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 struct prt_server {
@@ -61,12 +64,28 @@ static int make_address(const char *path, char address[PRT_SOCKET_BYTES + 8], st
     return 0;
 }
 
+/* Does somebody listen at path? Asked before the library binds there: it would find out as well, but
+ * leaks memory when it does. */
+static bool listening(const char *path)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    memcpy(address.sun_path, path, strlen(path) + 1);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    bool live = fd >= 0 && (connect(fd, (const struct sockaddr *)&address, sizeof(address)) == 0 ||
+                            errno == EAGAIN); /* EAGAIN: its queue is full */
+    if (fd >= 0)
+        close(fd);
+    return live;
+}
+
 int prt_server_open(const char *path, struct prt_server **ret_server, struct shm_error *err)
 {
     char address[PRT_SOCKET_BYTES + 8];
     int rc = make_address(path, address, err);
     if (rc < 0)
         return rc;
+    if (listening(path))
+        return shm_error_set(err, EADDRINUSE, "cannot listen on %s: another process does", path);
     struct prt_server *server = calloc(1, sizeof(*server));
     if (!server)
         return shm_error_set(err, ENOMEM, "control channel: no memory");

@@ -22,7 +22,7 @@ struct prt_client {
     int pidfd;      /* -1: it was dead already */
     struct prt_channel *channel;
     uint64_t epoch, next_id;
-    uint8_t reply[4096]; /* larger than any reply of this version */
+    _Alignas(8) uint8_t reply[4096]; /* larger than any reply of this version */
 };
 _Static_assert(sizeof(struct prt_attach_reply) <= 4096, "the largest reply fits");
 

@@ -89,6 +89,12 @@ static bool no_workers(void *ctx)
     return kit_workers(ctx) == 0;
 }
 
+static bool serving(void *ctx)
+{
+    struct kit *k = ctx;
+    return atomic_load(&prt_client_store(k->client)->state) == SHM_STORE_SERVING;
+}
+
 struct holds_goal {
     pid_t pid;
     struct kit_holds goal, last;
@@ -444,6 +450,9 @@ int main(int argc, char **argv)
     int rc = kit_start(&k, options);
     CHECK(rc == 0, "expertd did not start: exit status %d", rc);
     if (rc == 0) {
+        CHECK(kit_until(serving, &k, 20000), "never serving");
+        CHECK(prt_client_hello(k.client, NULL, NULL) == 0, "hello"); /* our connection counts too */
+        usleep(100000); /* the loader's threads are gone: what is counted from here on is at rest */
         test_refusals(&k);
         test_broken_protocol(&k);
         test_deaths(&k, argc > 3 ? atoi(argv[3]) : 200);

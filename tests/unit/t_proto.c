@@ -146,6 +146,8 @@ Test(proto, header_fields_are_checked)
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EBADMSG);
     r = attach_request(), r.header.reserved = 1;
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EBADMSG);
+    r = attach_request(), r.header.total_bytes--;
+    cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EBADMSG);
     r = attach_request(), r.header.type = PRT_DETACH;
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EBADMSG);
     r = attach_request(), r.header.version = 77;
