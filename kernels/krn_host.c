@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "kernels/krn_host_priv.h"
+#include "kernels/krn_vec.h"
 
 static const struct krn_ops *choose_ops(void)
 {
@@ -214,16 +215,17 @@ void krn_host_embed(struct krn_host *host, const struct krn_mat *m, const uint32
 
 void krn_host_norm_row(const float *x, const float *weight, float eps, uint32_t dim, float *y)
 {
-    float lane[16] = {0};
+    vf lane[LANE_VECS];
+    for (int h = 0; h < LANE_VECS; h++)
+        lane[h] = (vf){0};
     for (uint32_t i = 0; i < dim; i += 16)
-        for (uint32_t j = 0; j < 16; j++)
-            lane[j] += x[i + j] * x[i + j];
-    for (uint32_t step = 8; step >= 1; step /= 2)
-        for (uint32_t j = 0; j < step; j++)
-            lane[j] += lane[j + step];
-    float r = 1.0f / sqrtf(lane[0] / (float)dim + eps);
-    for (uint32_t i = 0; i < dim; i++)
-        y[i] = x[i] * r * weight[i];
+        for (int h = 0; h < LANE_VECS; h++) {
+            vf v = load(x + i + h * VL);
+            lane[h] += v * v;
+        }
+    float r = 1.0f / sqrtf(sum_lanes(lane) / (float)dim + eps);
+    for (uint32_t i = 0; i < dim; i += VL)
+        store(y + i, load(x + i) * r * load(weight + i));
 }
 
 static void rmsnorm_task(void *p, uint32_t task, uint32_t thread)

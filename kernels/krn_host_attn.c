@@ -41,16 +41,16 @@ void krn_host_rope_table(struct krn_host *host, const uint32_t *positions, uint3
     krn_pool_run(host->pool, krn_div_up(tokens, a.per_task), rope_table_task, &a);
 }
 
-static void rotate(float *x, const float *table, uint32_t head_dim)
+static void rotate(float *restrict x, const float *restrict table, uint32_t head_dim)
 {
     uint32_t half = head_dim / 2;
-    const float *c = table, *s = table + half;
-    float y[KRN_HEAD_DIM_MAX];
+    const float *restrict c = table, *restrict s = table + half;
+    float *restrict lo = x, *restrict hi = x + half;
     for (uint32_t i = 0; i < half; i++) {
-        y[i] = x[i] * c[i] - x[half + i] * s[i];
-        y[half + i] = x[half + i] * c[i] + x[i] * s[i];
+        float a = lo[i], b = hi[i];
+        lo[i] = a * c[i] - b * s[i];
+        hi[i] = b * c[i] + a * s[i];
     }
-    memcpy(x, y, head_dim * sizeof *x);
 }
 
 static void head_task(void *p, uint32_t task, uint32_t thread)

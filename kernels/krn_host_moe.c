@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "kernels/krn_host_priv.h"
+#include "kernels/krn_vec.h"
 
 struct router_arg {
     struct krn_host *host;
@@ -205,16 +206,17 @@ static void combine_task(void *p, uint32_t task, uint32_t thread)
     const struct combine_arg *a = p;
     for (uint32_t t = task * COMBINE_TOKENS; t < a->tokens && t < (task + 1) * COMBINE_TOKENS; t++) {
         const float *w = a->weights + (size_t)t * a->top_k;
+        const float *out = a->out + (size_t)t * a->top_k * a->hidden;
         for (uint32_t i = 0; i < a->hidden; i += 16) {
-            float sum[16] = {0};
-            for (uint32_t s = 0; s < a->top_k; s++) {
-                const float *o = a->out + ((size_t)t * a->top_k + s) * a->hidden + i;
-                for (uint32_t j = 0; j < 16; j++)
-                    sum[j] += w[s] * o[j];
-            }
+            vf sum[LANE_VECS];
+            for (int h = 0; h < LANE_VECS; h++)
+                sum[h] = (vf){0};
+            for (uint32_t s = 0; s < a->top_k; s++)
+                for (int h = 0; h < LANE_VECS; h++)
+                    sum[h] += w[s] * load(out + (size_t)s * a->hidden + i + h * VL);
             float *y = a->y + (size_t)t * a->hidden + i;
-            for (uint32_t j = 0; j < 16; j++)
-                y[j] += sum[j];
+            for (int h = 0; h < LANE_VECS; h++)
+                store(y + h * VL, load(y + h * VL) + sum[h]);
         }
     }
 }

@@ -39,7 +39,7 @@ INLINE void micro(const float *const *x, const float *w, uint32_t cols, float *c
                 vf xk = load(x[t] + k);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++)
-                    acc[t * R + r] += xk * wk[r];
+                    acc[t * R + r] = fma_vf(xk, wk[r], acc[t * R + r]);
             }
         }
 #pragma GCC unroll 24

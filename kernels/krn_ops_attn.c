@@ -21,12 +21,6 @@
 #define ROWS 2
 #endif
 #define COLS 4 /* vectors a row in registers */
-#if defined(__has_attribute) && __has_attribute(noipa)
-#define NOINLINE __attribute__((noipa)) /* no clones for constant arguments either */
-#else
-#define NOINLINE __attribute__((noinline))
-#endif
-
 struct row {
     float max, sum;
 };
@@ -55,7 +49,7 @@ INLINE void scores(const float *const *q, const float *kb, uint32_t hd, float s[
             for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
                 for (int c = 0; c < COLS; c++)
-                    acc[t * COLS + c] += kv[c] * q[t][d];
+                    acc[t * COLS + c] = fma_vf(kv[c], splat(q[t][d]), acc[t * COLS + c]);
         }
 #pragma GCC unroll 4
         for (int t = 0; t < T; t++)
@@ -84,7 +78,7 @@ INLINE void values_part(float p[][KRN_ATTN_BLOCK], const float *v, uint32_t hd, 
         for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++)
-                acc[t * C + c] += vv[c] * p[t][key];
+                acc[t * C + c] = fma_vf(vv[c], splat(p[t][key]), acc[t * C + c]);
     }
 #pragma GCC unroll 4
     for (int t = 0; t < T; t++)
@@ -104,8 +98,8 @@ INLINE void values(float p[][KRN_ATTN_BLOCK], const float *v, uint32_t hd, uint3
 }
 
 /* Scores of n keys to probabilities relative to the row's new maximum; what
- * was summed before is scaled to it. Not inlined: one code for every caller. */
-static NOINLINE void soften(float *s, uint32_t n, float scale, uint32_t hd, struct row *row, float *acc)
+ * was summed before is scaled to it. */
+static void soften(float *s, uint32_t n, float scale, uint32_t hd, struct row *row, float *acc)
 {
     for (uint32_t i = n; i < KRN_ATTN_BLOCK; i++)
         s[i] = -INFINITY;

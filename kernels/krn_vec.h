@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Private to kernels/: vectors of the machine's width by the compiler's
- * vector extension, and the few functions on them. Included only by files
- * that are built per instruction set.
+ * vector extension, and the few functions on them. The width follows the
+ * instruction set that the including file is built for.
  */
 #ifndef KRN_VEC_H
 #define KRN_VEC_H
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VL 16
@@ -38,6 +41,21 @@ INLINE vf splat(float x)
 {
     return x - (vf){0};
 }
+
+/* a * b + c, fused where the set has it. Said explicitly, and contraction is
+ * off everywhere: what a compiler chooses to fuse may differ from one copy of
+ * a loop to the next, and then so do the bits. */
+INLINE vf fma_vf(vf a, vf b, vf c)
+{
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf select_vf(vi mask, vf a, vf b)
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
@@ -118,16 +136,16 @@ INLINE vf exp_vf(vf x)
     x = select_vf(x > splat(88.0f), splat(88.0f), x);
     x = select_vf(tiny, splat(0.0f), x);
     const float magic = 12582912.0f; /* 1.5 * 2^23: the sum's low bits are the rounded integer */
-    vf t = x * 1.44269504f + magic;
+    vf t = fma_vf(x, splat(1.44269504f), splat(magic));
     vf n = t - magic;
     vf r = x - n * 0.693359375f; /* ln 2 in two parts; this product is exact */
-    r = r - n * -2.12194440e-4f;
-    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r;
+    r = fma_vf(n, splat(2.12194440e-4f), r);
+    vf p = fma_vf(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fma_vf(p, r, splat(8.3334519073e-3f));
+    p = fma_vf(p, r, splat(4.1665795894e-2f));
+    p = fma_vf(p, r, splat(1.6666665459e-1f));
+    p = fma_vf(p, r, splat(5.0000001201e-1f));
+    p = fma_vf(p, r * r, r);
     p = p + 1.0f;
     vi bits = (((vi)t - (vi)splat(magic)) + 127) << 23;
     return select_vf(tiny, splat(0.0f), p * (vf)bits);

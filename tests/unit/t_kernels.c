@@ -129,6 +129,10 @@ EACH_ISA(matmul_parity)
     krn_host_matmul(host, &m, x, 3, y);
     krn_ref_matmul(&m, x, 3, want);
     near(y, want, 27, 2e-3, "long row");
+    free((void *)m.data);
+    free(x);
+    free(y);
+    free(want);
     drop_host(host);
 }
 
@@ -511,6 +515,10 @@ Test(kernels, v3_and_v4_agree)
         (i ? b : a)->attn(&kv, 0, q, pos, 7,
                           (float *const[]){o[i][0], o[i][1], o[i][2], o[i][3], o[i][4], o[i][5], o[i][6]});
     cr_assert(memcmp(o[0], o[1], sizeof o[0]) == 0);
+    free(w);
+    free(x);
+    free(k);
+    free(v);
 }
 #endif
 

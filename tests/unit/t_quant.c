@@ -84,9 +84,10 @@ Test(quant, goldens_each_isa)
 {
     check_goldens(krn_dequant_baseline, "baseline");
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("x86-64-v3"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
         check_goldens(krn_dequant_v3, "v3");
-    if (__builtin_cpu_supports("x86-64-v4"))
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
         check_goldens(krn_dequant_v4, "v4");
 #endif
 }
