@@ -27,8 +27,8 @@
 #include <stdio.h>
 
 #define MKM_ALIGN    32u
-#define MKM_DRIFT    0.001 /* growth of the residual's mean square a layer */
-#define MKM_SPECIALS 3u    /* endoftext, im_start, im_end: the last three ids */
+#define MKM_DRIFT    0.0003 /* growth of the residual's mean square a layer */
+#define MKM_SPECIALS 3u     /* endoftext, im_start, im_end: the last three ids */
 #define MKM_NAME_MAX 64u
 
 struct mkm_shape {

@@ -9,7 +9,11 @@
  * wanted between 1,046 and 1,979 tokens. HOT was fitted (128 experts, top 8)
  * to 42%, 22% and 3% unrouted after 1,046, 1,979 and 31,000 tokens; since the
  * hot ones grow with topk, other shapes come out near those shares too.
- * Real text repeats tokens and stays on a topic; independent tokens do not.
+ * A forward pass (16 layers, width 512, with attention and experts) counts 41.9%
+ * and 22.6% after 1,046 and 1,979 tokens. Real text repeats tokens and stays on
+ * a topic; independent tokens do not. And since layers add little to the
+ * residual stream, the next layer's routing is easier to predict than a real
+ * model's.
  */
 #include "tools/mkm_model.h"
 #include "tools/mkm_rng.h"
@@ -20,7 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define HOT        3.73 /* mean bias of the hot experts above the floor */
+#define HOT        3.71 /* mean bias of the hot experts above the floor */
 #define HOT_SPREAD 0.80 /* hottest and least hot: HOT +- this */
 #define FLOOR_HALF 0.03
 #define COLD_TOP   (-1.2)

@@ -201,14 +201,14 @@ static void add_layer(struct builder *b, const struct mkm_shape *sh)
     add(b, NAMED("attn_q"), at, h, q, 0, MKM_RANDOM, 1.0);
     add(b, NAMED("attn_k"), at, h, k, 0, MKM_RANDOM, 1.0);
     add(b, NAMED("attn_v"), at, h, k, 0, MKM_RANDOM, 0.3);
-    add(b, NAMED("attn_output"), at, q, h, 0, MKM_RANDOM, 0.1);
+    add(b, NAMED("attn_output"), at, q, h, 0, MKM_RANDOM, 0.05);
     add(b, NAMED("attn_q_norm"), f32, sh->head_dim, 0, 0, MKM_ONES, 0);
     add(b, NAMED("attn_k_norm"), f32, sh->head_dim, 0, 0, MKM_ONES, 0);
     add(b, NAMED("ffn_norm"), f32, h, 0, 0, MKM_ONES, 0);
     add(b, NAMED("ffn_gate_inp"), f32, h, sh->experts, 0, MKM_ROUTER, 0);
     add(b, NAMED("ffn_gate_exps"), ex, h, sh->ffn, sh->experts, MKM_RANDOM, 0.35);
     add(b, NAMED("ffn_up_exps"), ex, h, sh->ffn, sh->experts, MKM_RANDOM, 0.35);
-    add(b, NAMED("ffn_down_exps"), sh->down_type, sh->ffn, h, sh->experts, MKM_RANDOM, 0.5);
+    add(b, NAMED("ffn_down_exps"), sh->down_type, sh->ffn, h, sh->experts, MKM_RANDOM, 0.25);
 #undef NAMED
 }
 
