@@ -75,7 +75,7 @@ struct exd_arena_config {
 struct exd_arena;
 
 /* Picks the directory (--arena-dir; else the instance directory where that is on
- * tmpfs or hugetlbfs; else /dev/shm/expertd-<uid>/<instance>; else the instance
+ * tmpfs or hugetlbfs; else /dev/shm/expertd-<uid>/<instance>-<hash of its directory>; else the instance
  * directory with a warning), takes the lock, adopts the file there or creates
  * one: limits checked, memory allocated (so no SIGBUS later), catalog written, state
  * LOADING. Reads no tensor data. Blocks for the allocation (seconds for large

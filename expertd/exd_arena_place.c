@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #define LOCK_TRIES    50 /* a killed expertd holds its lock until its memory is unmapped */
 #define LOCK_PAUSE_NS 10000000
@@ -41,16 +42,20 @@ static int join(char *to, const char *dir, const char *name, struct shm_error *e
     return 0;
 }
 
-/* /dev/shm/expertd-UID/INSTANCE */
-static int shm_dir(const char *instance, bool create, char *to, struct shm_error *err)
+/* /dev/shm/expertd-UID/INSTANCE-HASH: instances of one name under two runtime directories are two. */
+static int shm_dir(const char *instance, const char *instance_dir, bool create, char *to,
+                   struct shm_error *err)
 {
     enum exd_fs fs;
-    char user[64];
+    char user[64], name[NAME_MAX], real[PATH_MAX];
+    if (!realpath(instance_dir, real))
+        return shm_error_set(err, errno, "instance directory %s: %m", instance_dir);
+    snprintf(name, sizeof name, "%.200s-%08x", instance, (unsigned)XXH3_64bits(real, strlen(real)));
     int rc = exd_limits_fs("/dev/shm", &fs);
     if (rc || fs != EXD_FS_TMPFS)
         return shm_error_set(err, ENOTDIR, "/dev/shm: is not a tmpfs");
     snprintf(user, sizeof user, "/dev/shm/expertd-%u", (unsigned)geteuid());
-    if ((rc = private_dir(user, create, err)) || (rc = join(to, user, instance, err)))
+    if ((rc = private_dir(user, create, err)) || (rc = join(to, user, name, err)))
         return rc;
     return private_dir(to, create, err);
 }
@@ -76,7 +81,7 @@ static int pick_dir(const struct exd_arena_config *c, bool create, struct exd_pl
     struct shm_error why = {0};
     if (fs == EXD_FS_OTHER) {
         p->own_dir = true;
-        if ((rc = shm_dir(name, create, p->dir, &why)) == 0)
+        if ((rc = shm_dir(name, c->instance_dir, create, p->dir, &why)) == 0)
             return 0;
         p->own_dir = false;
         snprintf(

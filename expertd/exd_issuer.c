@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #include "expertd/exd_issuer.h"
 
+#include "expertd/exd_log.h"
 #include "expertd/exd_stream.h"
 
 #include <errno.h>
@@ -151,8 +152,8 @@ static void tell_held_off(struct exd_issuer *i, const struct exd_stream_plan *pl
     if (!why || i->held_off_told)
         return;
     i->held_off_told = true;
-    fprintf(stderr, "<6>worker %s: routed stream held off for a chunk of %u tokens: %s (floor %u)\n", i->name,
-            plan->tokens, why, plan->floor);
+    exd_log(EXD_LOG_INFO, "worker %s: routed stream held off for a chunk of %u tokens: %s (floor %u)",
+            i->name, plan->tokens, why, plan->floor);
 }
 
 /* result and error text, then done_seq: the worker looks at nothing before it. */
@@ -179,6 +180,7 @@ static bool run_stream(struct exd_issuer *i)
     struct exd_stream_plan plan;
     int rc = exd_stream_begin(i->stream, i->next_seq, i->group_base, &settings, &plan, &err);
     if (rc) {
+        finish(i, SHM_RESULT_FAILED, &err);
         i->config.fault(i->config.ctx, shm_error_text(&err));
         return false;
     }
@@ -199,7 +201,7 @@ static bool run_stream(struct exd_issuer *i)
     }
     exd_stream_end(i->stream, result, STOP_DRAIN_NS, i->config.trace ? i->name : NULL);
     finish(i, result, &err);
-    if (!keep)
+    if (!keep && !atomic_load(&i->stop)) /* a stop is no fault of the worker */
         i->config.fault(i->config.ctx, shm_error_text(&err));
     return keep;
 }

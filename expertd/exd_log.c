@@ -5,7 +5,9 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static int level_max = EXD_LOG_INFO;
@@ -41,13 +43,28 @@ void exd_log_set_bar(bool drawn)
     atomic_store(&bar, drawn);
 }
 
+/* Does stderr lead to the journal? $JOURNAL_STREAM names its device and inode (systemd.exec(5)). */
+static bool to_journal(void)
+{
+    static atomic_int known; /* 0: not asked yet, 1: no, 2: yes */
+    if (atomic_load(&known) == 0) {
+        const char *stream = getenv("JOURNAL_STREAM");
+        unsigned long long dev = 0, ino = 0;
+        struct stat st;
+        bool yes = stream && sscanf(stream, "%llu:%llu", &dev, &ino) == 2 && fstat(STDERR_FILENO, &st) == 0 &&
+                   st.st_dev == dev && st.st_ino == ino;
+        atomic_store(&known, yes ? 2 : 1);
+    }
+    return atomic_load(&known) == 2;
+}
+
 void exd_log(int level, const char *fmt, ...)
 {
     if (level > level_max)
         return;
     char line[1024];
     size_t head = 0;
-    if (!isatty(STDERR_FILENO))
+    if (to_journal())
         head = (size_t)snprintf(line, sizeof(line), "<%d>", level);
     else if (atomic_exchange(&bar, false))
         head = (size_t)snprintf(line, sizeof(line), "\r\033[K");

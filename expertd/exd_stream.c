@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "expertd/exd_stream.h"
 
+#include "expertd/exd_log.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -22,7 +24,7 @@ struct exd_stream {
     bool *published;
     uint32_t *expected_row; /* [experts], of the layer named next */
     uint32_t expected_layer;
-    bool expected_is_prediction;
+    uint32_t expected_from; /* enum expectation */
 
     uint64_t seq, group_base, groups;
     uint64_t landed_base, released, signalled;
@@ -85,21 +87,37 @@ static const struct shm_mask *env_published(void *ctx, uint32_t layer)
     return &s->routed[layer];
 }
 
+/* Where the row comes from: the worker's prediction once the layer before is
+ * published; nothing at all until then, if one will come (no blind copy is as
+ * good as waiting for it: ahead of the prediction only the ring's length would
+ * limit the waste); else this conversation's recent counts. */
+enum expectation { EXPECT_NOTHING, EXPECT_RECENT, EXPECT_PREDICTION };
+
+static enum expectation expectation_of(struct exd_stream *s, uint32_t layer)
+{
+    if (s->plan.order != SHM_ORDER_PREDICTED || layer == 0 || !(s->flags & SHM_STREAM_PREDICTS))
+        return EXPECT_RECENT;
+    return env_published(s, layer - 1) ? EXPECT_PREDICTION : EXPECT_NOTHING;
+}
+
 /* A layer's row is copied when it is first asked for, and once more when the
  * prediction for it appears. Any values are legal: they only order. */
 static const uint32_t *env_expected(void *ctx, uint32_t layer, bool *ret_confident)
 {
     struct exd_stream *s = ctx;
-    bool predicted = s->plan.order == SHM_ORDER_PREDICTED && layer > 0 && (s->flags & SHM_STREAM_PREDICTS) &&
-                     env_published(s, layer - 1);
-    if (s->expected_layer != layer || s->expected_is_prediction != predicted) {
-        const uint32_t *rows = predicted ? s->control.predicted : s->control.recent;
-        memcpy(s->expected_row, rows + (size_t)layer * s->geometry.experts,
-               s->geometry.experts * sizeof *s->expected_row);
+    enum expectation from = expectation_of(s, layer);
+    if (s->expected_layer != layer || s->expected_from != from) {
+        size_t row = (size_t)layer * s->geometry.experts,
+               bytes = s->geometry.experts * sizeof *s->expected_row;
+        if (from == EXPECT_NOTHING)
+            memset(s->expected_row, 0, bytes);
+        else
+            memcpy(s->expected_row,
+                   (from == EXPECT_PREDICTION ? s->control.predicted : s->control.recent) + row, bytes);
         s->expected_layer = layer;
-        s->expected_is_prediction = predicted;
+        s->expected_from = from;
     }
-    *ret_confident = predicted;
+    *ret_confident = from != EXPECT_RECENT;
     return s->expected_row;
 }
 
@@ -402,10 +420,10 @@ static void trace_line(const char *name, const struct shm_report *r)
     static const char *const policies[] = {"default", "full", "routed", "demand"};
     static const char *const orders[] = {"default", "index", "recent", "predicted"};
     static const char *const results[] = {"running", "ok", "cancelled", "failed"};
-    fprintf(stderr,
-            "<7>trace worker=%s stream=%" PRIu64 " tokens=%u policy=%s order=%s depth=%u ring=%u result=%s "
+    exd_log(EXD_LOG_INFO,
+            "trace worker=%s stream=%" PRIu64 " tokens=%u policy=%s order=%s depth=%u ring=%u result=%s "
             "routed=%.1f%% entries=%" PRIu64 " copied=%" PRIu64 " dropped=%" PRIu64 " unrouted=%" PRIu64
-            " bytes=%" PRIu64 " link_ms=%.3f span_ms=%.3f wait_ms=%.3f outstanding_max=%" PRIu64 "\n",
+            " bytes=%" PRIu64 " link_ms=%.3f span_ms=%.3f wait_ms=%.3f outstanding_max=%" PRIu64 "",
             name, r->seq, r->tokens, policies[r->policy], orders[r->order], r->depth, r->ring,
             results[r->result], r->entries ? 100.0 * (double)r->routed / (double)r->entries : 0.0, r->entries,
             r->copied, r->dropped, r->wasted, r->bytes, (double)r->link_ns / 1e6, (double)r->span_ns / 1e6,
@@ -417,7 +435,7 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
     if (result == SHM_RESULT_CANCELLED)
         krn_link_signal(s->link, s->group_base + s->groups);
     if (krn_link_drain(s->link, drain_ns))
-        fprintf(stderr, "<4>worker %s: its link did not empty within %.1f s\n", s->name,
+        exd_log(EXD_LOG_WARNING, "worker %s: its link did not empty within %.1f s", s->name,
                 (double)drain_ns / 1e9);
     struct exd_walk_counts c = exd_walk_counts(s->walk);
     struct krn_link_stats link;
