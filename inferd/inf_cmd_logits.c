@@ -212,6 +212,10 @@ int inf_cmd_logits(int argc, char **argv)
     int rc = inf_cmd_prompt(&o, engine, &err, &ids);
     if (!rc)
         rc = inf_conversation_create(engine, &err, &conversation);
+    for (size_t i = 0; !rc && i < ids.n; i++) /* before half an object is printed */
+        if ((uint32_t)ids.ids[i] >= engine->model->hparams.vocab)
+            rc = shm_error_set(&err, EINVAL, "--ids: token %d is not in the vocabulary of %u", ids.ids[i],
+                               engine->model->hparams.vocab);
     if (!rc && ids.n + o.n > engine->ctx)
         rc = shm_error_set(&err, E2BIG, "%zu tokens and %u more do not fit in a context of %u", ids.n, o.n,
                            engine->ctx);
