@@ -383,6 +383,34 @@ Test(kernels, group)
     cr_assert(memcmp(slots, want, sizeof slots) == 0);
 }
 
+EACH_ISA(silu_and_softmax_accuracy)
+{
+    struct krn_host *host = make_host(1, 64);
+    float g[401], one[401];
+    for (int i = 0; i <= 400; i++) {
+        g[i] = (float)(i - 200) * 0.4337f;
+        one[i] = 1.0f;
+    }
+    host->ops->silu_mul(g, one, 401);
+    for (int i = 0; i <= 400; i++) {
+        double x = (double)((float)(i - 200) * 0.4337f), want = x / (1.0 + exp(-x));
+        cr_assert(fabs((double)g[i] - want) <= 5e-7 * fabs(want) + 1e-36, "silu(%g) = %.9g, not %.9g", x,
+                  (double)g[i], want);
+    }
+    float p[304], *in = krn_rand_floats(&rng, 304, 4);
+    double sum = 0;
+    memcpy(p, in, sizeof p);
+    host->ops->softmax(p, 299);
+    for (int i = 0; i < 299; i++)
+        sum += exp((double)in[i]);
+    for (int i = 0; i < 299; i++) {
+        double want = exp((double)in[i]) / sum;
+        cr_assert(fabs((double)p[i] - want) <= 1.5e-6 * want, "softmax: %.9g, not %.9g", (double)p[i], want);
+    }
+    free(in);
+    drop_host(host);
+}
+
 struct layer {
     struct krn_expert_job jobs[9];
     uint32_t offsets[10], slots[131 * 3];
