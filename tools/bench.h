@@ -49,6 +49,9 @@ struct bench_sample {
     char hash[32]; /* of all logits */
 };
 
+/* SIGINT, SIGTERM and SIGHUP end the running read and let the bench clean up after itself. */
+void bench_catch_signals(void);
+
 /* Runs one read of the prompt with the arm's settings; blocks until it ended. */
 int bench_read(const struct bench_options *options, const struct bench_arm *arm,
                struct bench_sample *ret_sample, struct shm_error *err);
@@ -56,7 +59,7 @@ int bench_read(const struct bench_options *options, const struct bench_arm *arm,
 /* Starts expertd on options->model in a runtime directory of its own and points options at it; waits until it
  * serves. bench_own_stop ends it and removes the directory; safe to call when nothing was started. */
 struct bench_own {
-    char dir[64];
+    char dir[200];
     int pid;
 };
 int bench_own_start(struct bench_options *options, struct bench_own *ret_own, struct shm_error *err);

@@ -32,12 +32,17 @@ struct summary {
     double routed_share;
 };
 
+static bool paced(const struct bench_results *r)
+{
+    return r->options->link_gbps && strtod(r->options->link_gbps, NULL) > 0;
+}
+
 /* Peak of the link: as paced, else the best rate that any read saw while its link was busy. */
 static double peak_gbps(const struct bench_results *r)
 {
-    double peak = r->options->link_gbps ? strtod(r->options->link_gbps, NULL) : 0;
-    if (peak > 0)
-        return peak;
+    if (paced(r))
+        return strtod(r->options->link_gbps, NULL);
+    double peak = 0;
     for (uint32_t a = 0; a <= r->options->arms; a++)
         for (uint32_t p = 0; p < r->pairs; p++) {
             const struct bench_sample *s = &r->arm[a][p];
@@ -90,7 +95,7 @@ void bench_print_table(const struct bench_results *r)
     const struct bench_sample *first = &r->arm[0][0];
     printf("%llu tokens, ring %llu slots, %u pairs, baseline %s, link peak %.3f GB/s (%s), logits %s\n\n",
            (unsigned long long)first->tokens, (unsigned long long)first->ring, r->pairs,
-           r->options->arm[0].name, peak, r->options->link_gbps ? "paced" : "best seen",
+           r->options->arm[0].name, peak, paced(r) ? "paced" : "best seen",
            bench_same_bits(r) ? "equal in all reads" : "DIFFER");
     printf("%-22s %9s %19s %7s %7s %7s %7s %6s %6s %8s %8s\n", "setting", "read ms", "ratio (low..high)",
            "routed", "copied", "dropped", "unrouted", "waste", "link", "link ms", "wait ms");
@@ -137,10 +142,9 @@ void bench_print_json(const struct bench_results *r)
         json_object_set_new(o, "wait_ms", json_real(m->wait_ms));
         json_array_append_new(arms, o);
     }
-    json_t *all =
-        json_pack("{s:I, s:I, s:i, s:f, s:b, s:b, s:o}", "tokens", (json_int_t)r->arm[0][0].tokens, "ring",
-                  (json_int_t)r->arm[0][0].ring, "pairs", (int)r->pairs, "peak_gbps", peak, "paced",
-                  r->options->link_gbps != NULL, "same_bits", bench_same_bits(r), "settings", arms);
+    json_t *all = json_pack("{s:I, s:I, s:i, s:f, s:b, s:b, s:o}", "tokens", (json_int_t)r->arm[0][0].tokens,
+                            "ring", (json_int_t)r->arm[0][0].ring, "pairs", (int)r->pairs, "peak_gbps", peak,
+                            "paced", (int)paced(r), "same_bits", bench_same_bits(r), "settings", arms);
     json_dumpf(all, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
     putchar('\n');
     json_decref(all);

@@ -22,6 +22,25 @@
 
 extern char **environ;
 
+static volatile sig_atomic_t interrupted;
+static volatile pid_t reader; /* the running inferd */
+
+static void on_signal(int signo)
+{
+    (void)signo;
+    interrupted = 1;
+    if (reader > 0)
+        kill(reader, SIGTERM);
+}
+
+void bench_catch_signals(void)
+{
+    struct sigaction sa = {.sa_handler = on_signal};
+    sigaction(SIGINT, &sa, NULL);
+    sigaction(SIGTERM, &sa, NULL);
+    sigaction(SIGHUP, &sa, NULL);
+}
+
 /* The program beside this one (build tree: ../FOLDER/NAME), else by PATH. */
 static const char *find_program(const char *given, const char *folder, const char *name,
                                 char buffer[PATH_MAX])
@@ -61,17 +80,22 @@ static void add_option(struct args *a, const char *name, const char *value)
     }
 }
 
-/* Starts a program with stdout and stderr redirected. 0 or -errno. */
-static int start(const struct args *a, int out, int err_fd, pid_t *ret_pid)
+/* Starts a program with stdout and stderr redirected. own_group: a Ctrl-C on the terminal doesn't reach it.
+ * 0 or -errno. */
+static int start(const struct args *a, int out, int err_fd, bool own_group, pid_t *ret_pid)
 {
+    posix_spawnattr_t attributes;
+    posix_spawnattr_init(&attributes);
+    posix_spawnattr_setflags(&attributes, own_group ? POSIX_SPAWN_SETPGROUP : 0);
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
     if (out >= 0)
         posix_spawn_file_actions_adddup2(&actions, out, 1);
     posix_spawn_file_actions_adddup2(&actions, err_fd, 2);
-    int rc = posix_spawnp(ret_pid, a->v[0], &actions, NULL, (char *const *)(uintptr_t)a->v, environ);
+    int rc = posix_spawnp(ret_pid, a->v[0], &actions, &attributes, (char *const *)(uintptr_t)a->v, environ);
     posix_spawn_file_actions_destroy(&actions);
+    posix_spawnattr_destroy(&attributes);
     return -rc;
 }
 
@@ -107,7 +131,7 @@ static void last_line(FILE *f, char *line, size_t room)
     snprintf(line, room, "no message");
     rewind(f);
     while (fgets(buffer, sizeof buffer, f))
-        if (buffer[strspn(buffer, " \r\n")]) {
+        if (buffer[strspn(buffer, " \r\n")] && strncmp(buffer, "Try ", 4) != 0) { /* argp's hint */
             buffer[strcspn(buffer, "\r\n")] = 0;
             snprintf(line, room, "%.399s", buffer);
         }
@@ -200,18 +224,24 @@ int bench_read(const struct bench_options *o, const struct bench_arm *arm, struc
         return rc;
     }
     pid_t pid;
-    int rc = start(&a, pipes[1], fileno(messages), &pid);
+    int rc = start(&a, pipes[1], fileno(messages), false, &pid);
     close(pipes[1]);
     if (rc) {
-        shm_error_set(err, rc, "can't start %s: %s: use --inferd", a.v[0], strerror(-rc));
+        shm_error_set(err, -rc, "can't start %s: %s: use --inferd", a.v[0], strerror(-rc));
         goto out;
     }
+    reader = pid;
+    if (interrupted) /* it came before the handler knew whom to tell */
+        kill(pid, SIGTERM);
     size_t bytes = 0;
     char *text = read_all(pipes[0], &bytes);
     int status = 0;
     while (waitpid(pid, &status, 0) < 0 && errno == EINTR)
         ;
-    if (!text || !WIFEXITED(status) || WEXITSTATUS(status)) {
+    reader = 0;
+    if (interrupted) {
+        rc = shm_error_set(err, EINTR, "interrupted");
+    } else if (!text || !WIFEXITED(status) || WEXITSTATUS(status)) {
         char line[400];
         last_line(messages, line, sizeof line);
         rc = shm_error_set(err, EIO, "inferd failed for arm %s: %s", arm->name, line);
@@ -232,13 +262,16 @@ static int remove_entry(const char *path, const struct stat *st, int type, struc
 }
 
 /* Waits until the instance serves. */
-static int wait_serving(const struct bench_options *o, const struct bench_own *own, FILE *log,
+static int wait_serving(const struct bench_options *o, struct bench_own *own, FILE *log,
                         struct shm_error *err)
 {
     for (;;) {
         int status;
+        if (interrupted)
+            return shm_error_set(err, EINTR, "interrupted");
         if (waitpid(own->pid, &status, WNOHANG) == own->pid) {
             char line[400];
+            own->pid = 0; /* reaped: nothing to signal any more */
             last_line(log, line, sizeof line);
             return shm_error_set(err, EIO, "expertd ended: %s", line);
         }
@@ -257,10 +290,13 @@ static int wait_serving(const struct bench_options *o, const struct bench_own *o
 int bench_own_start(struct bench_options *o, struct bench_own *own, struct shm_error *err)
 {
     char program[PATH_MAX];
-    snprintf(own->dir, sizeof own->dir, "/tmp/expert-bench.XXXXXX");
+    const char *tmp = getenv("TMPDIR");
+    if (!tmp || tmp[0] != '/' || strlen(tmp) + 32 > sizeof own->dir)
+        tmp = "/tmp";
+    snprintf(own->dir, sizeof own->dir, "%s/expert-bench.XXXXXX", tmp);
     if (!mkdtemp(own->dir)) {
         own->dir[0] = 0;
-        return shm_error_set(err, errno, "can't make a directory in /tmp: %s", strerror(errno));
+        return shm_error_set(err, errno, "can't make a directory in %s: %s", tmp, strerror(errno));
     }
     o->runtime_dir = own->dir;
     o->instance = "bench";
@@ -274,10 +310,10 @@ int bench_own_start(struct bench_options *o, struct bench_own *own, struct shm_e
     if (!log)
         return shm_error_set(err, errno, "can't open a log for expertd: %s", strerror(errno));
     pid_t pid = 0;
-    int rc = start(&a, fileno(log), fileno(log), &pid);
-    own->pid = pid;
+    int rc = start(&a, fileno(log), fileno(log), true, &pid);
+    own->pid = rc ? 0 : pid;
     if (rc)
-        shm_error_set(err, rc, "can't start %s: %s: use --expertd", a.v[0], strerror(-rc));
+        shm_error_set(err, -rc, "can't start %s: %s: use --expertd", a.v[0], strerror(-rc));
     else
         rc = wait_serving(o, own, log, err);
     fclose(log);

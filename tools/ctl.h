@@ -53,6 +53,7 @@ struct ctl_snapshot {
     const struct shm_store *store; /* live mapping */
     const struct prt_paths *paths;
     enum prt_liveness liveness;
+    bool suspended; /* expertd is stopped by SIGSTOP or a debugger */
     struct ctl_worker worker[SHM_STORE_WORKERS];
     uint32_t workers;
 };

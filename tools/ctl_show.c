@@ -49,7 +49,7 @@ static uint64_t heartbeat_age_ms(const struct shm_store *s)
 /* A beat comes about once a second; five missed ones are no scheduling hiccup. */
 static bool stalled(const struct ctl_snapshot *n)
 {
-    return n->liveness == PRT_LIVE && heartbeat_age_ms(n->store) > 5000;
+    return n->suspended || (n->liveness == PRT_LIVE && heartbeat_age_ms(n->store) > 5000);
 }
 
 void ctl_json_print(json_t *value)
@@ -137,7 +137,7 @@ json_t *ctl_json_worker(const struct ctl_worker *w)
     set_int(o, "ring", w->row.ring);
     set_int(o, "slot_bytes", w->row.slot_bytes);
     if (!w->mapped) {
-        set_text(o, "unreadable", w->why);
+        json_object_set_new(o, "unreadable", text(w->why, sizeof w->why));
         return o;
     }
     set_bool(o, "streaming", streaming(w));
@@ -188,6 +188,8 @@ static json_t *json_status(const struct ctl_snapshot *n)
                                           : "stale");
     set_int(o, "pid", s->header.writer_pid);
     set_bool(o, "alive", n->liveness == PRT_LIVE);
+    set_bool(o, "suspended", n->suspended);
+    set_bool(o, "stalled", stalled(n));
     set_int(o, "heartbeat_age_ms", heartbeat_age_ms(s));
     set_bool(o, "adopted", atomic_load(&s->adopted) != 0);
     json_t *model = json_object();
@@ -250,8 +252,11 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
     }
     printf("instance   %.64s: %s, expertd %u (%s)\n", s->instance, ctl_state(atomic_load(&s->state)),
            s->header.writer_pid, liveness_text(n->liveness));
-    if (stalled(n))
-        printf("warning    its main loop has not moved for %.1f s: stopped (SIGSTOP) or stuck\n",
+    if (n->suspended)
+        printf("warning    expertd is stopped (SIGSTOP): nothing moves until kill -CONT %u\n",
+               s->header.writer_pid);
+    else if (stalled(n))
+        printf("warning    its main loop has not moved for %.1f s: it is stuck\n",
                (double)heartbeat_age_ms(s) / 1e3);
     printf("model      %.128s, %.1024s\n", s->model_name, s->model_path);
     printf("arena      %.1f MB, generation %" PRIu64 ", %s, %s, %.1024s\n", (double)s->arena_bytes / 1e6,

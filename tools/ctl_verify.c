@@ -88,9 +88,10 @@ int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *op
     bad += r.bad;
     double seconds = (double)(shm_now_ns() - began) / 1e9;
     if (options->json)
-        ctl_json_print(json_pack("{s:b, s:b, s:I, s:I, s:I, s:I, s:f}", "ok", bad == 0, "complete", complete,
-                                 "checked", (json_int_t)r.checked, "missing", (json_int_t)r.missing, "bytes",
-                                 (json_int_t)r.bytes, "bad", (json_int_t)bad, "seconds", seconds));
+        ctl_json_print(json_pack("{s:b, s:b, s:I, s:I, s:I, s:I, s:f, s:s?}", "ok", bad == 0, "complete",
+                                 complete, "checked", (json_int_t)r.checked, "missing", (json_int_t)r.missing,
+                                 "bytes", (json_int_t)r.bytes, "bad", (json_int_t)bad, "seconds", seconds,
+                                 "problem", err.code ? shm_error_text(&err) : NULL));
     else
         printf("%s: %u of %u units, %.1f MB checked in %.2f s, %u bad%s\n", path, r.checked, v.units,
                (double)r.bytes / 1e6, seconds, bad, complete ? "" : " (still loading)");

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 const char *argp_program_version = "expert-bench " EXPERTD_VERSION;
+error_t argp_err_exit_status = 2;
 
 static const char doc[] =
     "Compares settings of the expert stream by interleaved pairs of reads of one prompt.\v"
@@ -145,7 +146,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         return 0;
     case 'n':
         o->pairs = (uint32_t)strtoul(arg, &end, 10);
-        if (*end || !o->pairs || o->pairs > BENCH_PAIRS_MAX)
+        if (*end || *arg == '-' || !o->pairs || o->pairs > BENCH_PAIRS_MAX)
             argp_error(state, "--pairs: '%s' is not in 1..%d", arg, BENCH_PAIRS_MAX);
         return 0;
     case ARGP_KEY_ARG:
@@ -153,7 +154,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         return 0;
     case ARGP_KEY_END:
         if (!o->prompt == !o->prompt_file)
-            argp_error(state, "one of --prompt and --prompt-file is needed");
+            argp_error(state, "give either --prompt or --prompt-file");
         if (!o->arms)
             for (const char *const *d =
                      (const char *const[]){"full", "routed/index", "routed/recent", "routed/predicted", NULL};
@@ -204,6 +205,7 @@ int main(int argc, char **argv)
         return status;
     }
     r->options = &o;
+    bench_catch_signals();
     if ((o.model && bench_own_start(&o, &own, &err)) || run_pairs(&o, r, &err)) {
         fprintf(stderr, "expert-bench: %s\n", shm_error_text(&err));
     } else {

@@ -3,12 +3,23 @@
 
 #include <argp.h>
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 const char *argp_program_version = "expertctl " EXPERTD_VERSION;
+error_t argp_err_exit_status = 2;
+
+static volatile sig_atomic_t interrupted;
+
+static void on_signal(int signo)
+{
+    (void)signo;
+    interrupted = 1;
+}
 
 struct command {
     const char *name;
@@ -145,20 +156,32 @@ static int show_once(const struct parsed *p, struct shm_error *err)
 
 static int show(const struct parsed *p, struct shm_error *err)
 {
+    bool screen = p->options.watch_s > 0 && !p->options.json && isatty(STDOUT_FILENO);
+    if (p->options.watch_s > 0) { /* being interrupted is how a watch ends */
+        struct sigaction sa = {.sa_handler = on_signal};
+        sigaction(SIGINT, &sa, NULL);
+        sigaction(SIGTERM, &sa, NULL);
+    }
     for (;;) {
+        if (screen)
+            fputs("\033[H\033[J", stdout);
         int status = show_once(p, err);
         if (p->options.watch_s <= 0)
             return status;
         if (err->code) { /* gone for now: say so and keep looking */
-            printf("%s\n", shm_error_text(err));
+            fprintf(p->options.json ? stderr : stdout, "expertctl: %s\n", shm_error_text(err));
             *err = (struct shm_error){0};
         }
         if (!p->options.json)
             putchar('\n');
-        fflush(stdout);
+        if (fflush(stdout)) /* nobody reads any more */
+            return CTL_EXIT_PROBLEM;
         struct timespec ts = {.tv_sec = (time_t)p->options.watch_s};
         ts.tv_nsec = (long)((p->options.watch_s - (double)ts.tv_sec) * 1e9);
-        nanosleep(&ts, NULL);
+        if (!interrupted)
+            nanosleep(&ts, NULL);
+        if (interrupted)
+            return status;
     }
 }
 

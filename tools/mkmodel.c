@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 const char *argp_program_version = "mkmodel " EXPERTD_VERSION;
+error_t argp_err_exit_status = 2;
 
 enum {
     OPT_PRESET = 256,
