@@ -59,7 +59,7 @@ int bench_read(const struct bench_options *options, const struct bench_arm *arm,
 /* Starts expertd on options->model in a runtime directory of its own and points options at it; waits until it
  * serves. bench_own_stop ends it and removes the directory; safe to call when nothing was started. */
 struct bench_own {
-    char dir[200];
+    char dir[200], instance[24];
     int pid;
 };
 int bench_own_start(struct bench_options *options, struct bench_own *ret_own, struct shm_error *err);

@@ -299,7 +299,9 @@ int bench_own_start(struct bench_options *o, struct bench_own *own, struct shm_e
         return shm_error_set(err, errno, "can't make a directory in %s: %s", tmp, strerror(errno));
     }
     o->runtime_dir = own->dir;
-    o->instance = "bench";
+    /* The arena may lie beside those of other benches: the name tells them apart. */
+    snprintf(own->instance, sizeof own->instance, "bench-%d", (int)getpid());
+    o->instance = own->instance;
     struct args a = {0};
     add(&a, find_program(o->expertd, "expertd", "expertd", program));
     add_option(&a, "--model", o->model);

@@ -82,6 +82,13 @@ static void copy_segment(struct ctl_worker *w, const void *base, const struct sh
     w->slots = calloc(w->geometry.ring, sizeof *w->slots);
     for (uint32_t i = 0; w->slots && i < w->geometry.ring; i++)
         w->slots[i] = load64(&v.slot_map[i]);
+    /* The issuer counts landings only when it issues; groups are signalled by the link itself. Both are
+     * lower bounds of what has landed. */
+    uint64_t flying = 0;
+    for (uint32_t i = 0; w->slots && i < w->geometry.ring; i++)
+        flying += ctl_slot_state(w, w->slots[i]) == CTL_SLOT_ISSUED;
+    if (w->slots && w->issued >= flying && w->issued - flying > w->landed)
+        w->landed = w->issued - flying;
     /* done_seq is the worker's to scribble: the count bounds the loop, not the number. */
     uint64_t last = w->done_seq, n = last < SHM_REPORTS - 1 ? last : SHM_REPORTS - 1;
     for (uint64_t k = n; k > 0; k--)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: MIT
+"""expertctl and expert-bench against real daemons."""
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import BUILD, EXPERTCTL, INFERD, SLOW, STORY, TOP, die_with_parent
+
+BENCH = BUILD / "tools/expert-bench"
+PROMPT = TOP / "tools/model/prompt.txt"
+PAGE = (TOP / "tools/man/expertctl.1.scd").read_text().replace("\\_", "_")
+LOOKS = ["status", "workers", "rings", "trace", "verify"]
+
+
+@pytest.fixture
+def prompt(world):
+    """A few hundred tokens: enough to stream, quickly read."""
+    path = world.path / "prompt.txt"
+    path.write_text(PROMPT.read_text()[:1600])
+    return path
+
+
+def start_run(world, prompt, gbps, *options, n=2):
+    """inferd run in the background, streaming over a slow link; returns once a copy was issued."""
+    p = world.spawn([INFERD, "run", *world.where(), "--prompt-file", prompt, "--raw", "-n", n, "--temperature", "0",
+                     "--ignore-eos", "--json", "--hash", "--link-gbps", gbps, "--floor", "64", *options],
+                    stdout=subprocess.PIPE, text=True)
+    world.until(lambda: p.poll() is not None or any(w.get("issued") for w in world.status()["workers"]),
+                what="streaming")
+    assert p.poll() is None, p.log.read_text()
+    return p
+
+
+def finish(p):
+    out, _ = p.communicate(timeout=90 * SLOW)
+    assert p.returncode == 0, p.log.read_text()
+    return json.loads(out)
+
+
+def show(world, *argv, status=0):
+    r = world.ctl(*argv, check=False)
+    assert r.returncode == status, f"{argv}: {r.returncode}\n{r.stdout}{r.stderr}"
+    return json.loads(r.stdout) if "--json" in argv else r.stdout
+
+
+def documented(section):
+    """Keys that a section of the manual page's JSON part names."""
+    text = re.search(rf"^## JSON of {section}$(.*?)^#", PAGE, re.M | re.S).group(1)
+    return {k for line in text.splitlines() if line.startswith("*") for k in re.findall(r"\*([a-z_.]+)\*", line)}
+
+
+def keys(value, nested=("model", "arena", "load", "defaults", "counters", "totals", "slots")):
+    found = set()
+    for k, v in value.items():
+        found |= {f"{k}.{x}" for x in v} if k in nested and isinstance(v, dict) else {k}
+    return found
+
+
+def test_json_has_the_documented_keys(world, prompt):
+    world.expertd()
+    p = start_run(world, prompt, "0.005")
+    status = show(world, "status", "--json")
+    assert keys(status) == documented("status")
+    assert status["state"] == "serving" and not status["stalled"] and status["model"]["path"] == str(STORY)
+    worker = documented("workers and rings")
+    of_rings = {k for k in worker if k.startswith("slots.") or k == "bar"}
+    for command, want in (("workers", worker - of_rings), ("rings", worker)):
+        (w,) = show(world, command, "--json")
+        assert keys(w) == want - {"unreadable"}
+        assert w["pid"] == p.pid and w["alive"] and w["ring"] > 0
+    assert len(w["bar"]) == min(64, w["ring"])
+    assert sum(w["slots"].values()) == w["ring"]
+    (t,) = show(world, "trace", "--json")
+    assert t["pid"] == p.pid
+    result = finish(p)
+    verify = show(world, "verify", "--json")
+    assert keys(verify) == documented("verify")
+    assert verify["ok"] and verify["complete"] and verify["bad"] == 0 and verify["problem"] is None
+    assert result["stream"]["entries"] > 0
+    for command in LOOKS:
+        show(world, command)
+
+
+def test_trace_tells_what_the_worker_tells(world, prompt):
+    """The chunks that expertctl shows add up to what inferd reports of the same reading."""
+    world.expertd()
+    # the second, slow chunk keeps the worker there while its first one is looked at
+    p = start_run(world, prompt, "0.02", "--chunk", "128")
+    def chunks():
+        workers = show(world, "trace", "--json")
+        return workers and workers[0]["chunks"]
+    first = world.until(lambda: p.poll() is None and chunks(), what="a chunk is done")[0]
+    assert set(first) == documented("trace") - {"pid", "chunks"}
+    text = show(world, "trace", "--worker", str(p.pid), "--count", "1")
+    result = finish(p)
+    told = result["chunks"][0]
+    for key in ("tokens", "policy", "order", "entries", "routed", "copied", "dropped", "wasted", "bytes_copied"):
+        assert first[key] == told[key], key
+    assert first["tokens"] <= 128 and first["result"] == "ok"
+    assert sum(c["tokens"] for c in result["chunks"]) == result["prompt_tokens"]
+    assert first["copied"] + first["dropped"] == first["entries"]
+    assert len(text.splitlines()) == 3, text  # worker, heading, one chunk
+
+
+def test_works_while_expertd_is_stopped_and_disturbs_nothing(world, prompt):
+    d = world.expertd()
+    reference = finish(start_run(world, prompt, "0.02"))
+    p = start_run(world, prompt, "0.004")
+    d.kill(signal.SIGSTOP)
+    world.until(lambda: world.status()["suspended"], what="seen as stopped")
+    before = world.status()
+    for _ in range(3):
+        status = show(world, "status", "--json", status=1)
+        assert status["state"] == "serving" and status["alive"] and status["suspended"] and status["stalled"]
+        assert "SIGSTOP" in show(world, "status", status=1)
+        for command in ("workers", "rings", "trace", "verify"):
+            show(world, command)
+            show(world, command, "--json")
+    assert status["heartbeat_age_ms"] >= before["heartbeat_age_ms"]
+    assert status["workers"][0]["streaming"]
+    d.kill(signal.SIGCONT)
+    result = finish(p)
+    assert result["logits_hash"] == reference["logits_hash"]
+    assert result["generated_tokens"] == reference["generated_tokens"]
+    show(world, "status")
+
+
+def test_stale_store_is_told_from_a_live_one(world):
+    d = world.expertd()
+    assert "live" in show(world, "status")
+    d.kill()
+    d.wait()
+    status = show(world, "status", "--json", status=1)
+    assert status["state"] == "stale" and not status["alive"]
+    assert "stale" in show(world, "status", status=1)
+    assert show(world, "verify", "--json")["ok"], "the arena that it left is whole"
+    for command in ("drain", "stop"):
+        r = world.ctl(command, check=False)
+        assert r.returncode == 2 and len(r.stderr.splitlines()) == 1 and not r.stdout
+    world.expertd()
+    assert show(world, "status", "--json")["alive"]
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.95, "name"])
+def test_verify_finds_a_flipped_bit(world, where):
+    world.expertd()
+    assert show(world, "verify", "--json")["bad"] == 0
+    arena = show(world, "status", "--json")["arena"]["path"]
+    model = STORY.read_bytes()
+    start = int(len(model) * where) if where != "name" else None
+    # a piece of some tensor, or the model's name in the catalog
+    piece = b"Story MoE" if where == "name" else model[start:start + 24]
+    at = open(arena, "rb").read().index(piece)
+    os.chmod(arena, 0o600)
+
+    def flip():
+        with open(arena, "r+b") as f:
+            f.seek(at)
+            byte = f.read(1)[0]
+            f.seek(at)
+            f.write(bytes([byte ^ 1]))
+
+    flip()
+    r = world.ctl("verify", check=False)
+    assert r.returncode == 1
+    assert re.search("catalog" if where == "name" else r"layer \d+ expert \d+|tensor \w+", r.stderr), r.stderr
+    told = show(world, "verify", "--json", status=1)
+    assert not told["ok"] and told["bad"] >= 1
+    flip()
+    assert show(world, "verify", "--json")["ok"]
+
+
+def test_watch_ends_on_sigint(world):
+    world.expertd()
+    for command in ("status", "rings"):
+        p = world.spawn([EXPERTCTL, command, "--json", "--watch", "0.05", *world.where()], stdout=subprocess.PIPE,
+                        text=True)
+        time.sleep(0.5 * SLOW)
+        assert p.poll() is None
+        p.send_signal(signal.SIGINT)
+        out, _ = p.communicate(timeout=5 * SLOW)
+        assert p.returncode == 0
+        decoder, values = json.JSONDecoder(), []
+        while out.strip():
+            value, end = decoder.raw_decode(out.lstrip())
+            values.append(value)
+            out = out.lstrip()[end:]
+        assert len(values) > 2, "several looks, each a whole value"
+
+
+def test_watch_survives_a_restart(world):
+    d = world.expertd()
+    p = world.spawn([EXPERTCTL, "status", "--watch", "0.05", *world.where()], stdout=subprocess.PIPE, text=True)
+    time.sleep(0.2 * SLOW)
+    d.kill()
+    d.wait()
+    time.sleep(0.2 * SLOW)
+    world.expertd()
+    time.sleep(0.2 * SLOW)
+    p.send_signal(signal.SIGINT)
+    out, _ = p.communicate(timeout=5 * SLOW)
+    assert p.returncode == 0
+    assert re.search(r"\(live\).*\(stale.*\(live\)", out, re.S), out
+
+
+def test_drain_refuses_new_work(world, prompt):
+    d = world.expertd()
+    assert show(world, "drain", "--json", "--deadline", "5") == {"drain": True}
+    assert show(world, "status", "--json")["state"] == "draining"
+    assert world.ctl("drain").returncode == 0
+    r = world.inferd("run", "--prompt-file", prompt, "--raw", "-n", "1", "--quiet", check=False)
+    assert r.returncode == 1 and not r.stdout.strip()
+    (line,) = r.stderr.splitlines()
+    assert "expertd" in line and re.search("drain|ending", line), line
+    assert d.process.poll() is None, "drain doesn't end it"
+
+
+def test_drain_lets_a_running_stream_finish(world, prompt):
+    world.expertd()
+    reference = finish(start_run(world, prompt, "0.02", n=1))
+    p = start_run(world, prompt, "0.004", n=1)
+    show(world, "drain", "--deadline", "60")
+    assert finish(p)["logits_hash"] == reference["logits_hash"]
+
+
+def test_stop_ends_within_the_deadline(world, prompt):
+    d = world.expertd()
+    p = start_run(world, prompt, "0.001")
+    began = time.monotonic()
+    assert show(world, "stop", "--json", "--deadline", "0.5") == {"stop": True}
+    took = time.monotonic() - began
+    assert took < 3 * SLOW, "the stream would have taken seven seconds"
+    assert d.process.poll() == 0, "stop returns when expertd has ended"
+    p.communicate(timeout=20 * SLOW)
+    assert p.returncode == 1
+    assert any("expertd" in line for line in p.log.read_text().splitlines())
+    assert world.ctl("status", check=False).returncode == 2
+
+
+def test_exit_codes_without_an_instance(world):
+    for command in [*LOOKS, "drain", "stop"]:
+        r = world.ctl(command, check=False, instance="nobody")
+        assert r.returncode == 2 and not r.stdout
+        (line,) = r.stderr.splitlines()
+        assert "nobody" in line and str(world.runtime) in line
+
+
+def copy_of_store(world, name):
+    there = world.runtime / "expertd" / name
+    there.mkdir(mode=0o700)
+    shutil.copy(world.runtime / "expertd/default/store", there / "store")
+    return there / "store"
+
+
+def test_exit_code_of_another_version(world):
+    world.expertd()
+    store = copy_of_store(world, "later")
+    with open(store, "r+b") as f:
+        magic = f.read(8)
+        f.seek(0)
+        f.write(magic[:6] + b"99")
+    for command in LOOKS:
+        r = world.ctl(command, check=False, instance="later")
+        assert r.returncode == 3, r.stderr
+        assert (magic[:6] + b"99").decode() in r.stderr and magic.decode() in r.stderr
+
+
+@pytest.mark.parametrize("size", [0, 7, 200, 5000])
+def test_torn_store_is_no_crash(world, size):
+    world.expertd()
+    store = copy_of_store(world, "torn")
+    os.truncate(store, size)
+    for command in LOOKS:
+        r = world.ctl(command, check=False, instance="torn")
+        assert r.returncode == 2 and len(r.stderr.splitlines()) == 1, r.stderr
+
+
+def test_scribbled_store_is_no_crash(world):
+    """Everything behind the header is rubbish."""
+    world.expertd()
+    store = copy_of_store(world, "scribbled")
+    size = os.path.getsize(store)
+    with open(store, "r+b") as f:
+        f.seek(64)
+        f.write(b"\xff" * (size - 64))
+    for command in [*LOOKS, *(f"{c} --json" for c in LOOKS)]:
+        r = subprocess.run([str(EXPERTCTL), *command.split(), *world.where("scribbled")], capture_output=True,
+                           timeout=60 * SLOW)
+        assert r.returncode in (0, 1, 2, 3), (command, r.returncode, r.stderr)
+
+
+BENCH_KEYS = {"setting", "identical_pair", "read_ms", "ratio", "routed_share", "entries", "copied", "dropped", "wasted",
+              "bytes_copied", "bytes_wasted", "waste", "link_efficiency", "link_gbps", "link_ms", "wait_ms"}
+
+
+def bench(*argv, env=None):
+    return subprocess.run([str(BENCH), *map(str, argv)], capture_output=True, text=True, timeout=300 * SLOW,
+                          preexec_fn=die_with_parent, env={**os.environ, **(env or {})})
+
+
+def test_bench_on_a_running_instance(world, prompt):
+    world.expertd()
+    argv = ["--runtime-dir", world.runtime, "--prompt-file", prompt, "--link-gbps", "0.02", "--floor", "64", "-n", "2"]
+    r = bench(*argv, "--json", "full", "routed/predicted/4")
+    assert r.returncode == 0, r.stderr
+    o = json.loads(r.stdout)
+    assert o["pairs"] == 2 and o["same_bits"] and o["paced"] and o["peak_gbps"] == pytest.approx(0.02)
+    assert [s["setting"] for s in o["settings"]] == ["full", "routed/predicted/4", "(identical pair)"]
+    assert [s["identical_pair"] for s in o["settings"]] == [False, False, True]
+    page = (TOP / "tools/man/expert-bench.1.scd").read_text()
+    for s in o["settings"]:
+        assert set(s) == BENCH_KEYS and all(f"_{k}_" in page for k in s)
+        for spread in (s["ratio"], s["read_ms"]):
+            assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+        assert 0 < s["link_efficiency"] <= 1.05 and 0 <= s["waste"] < 1
+        assert s["copied"] + s["dropped"] == s["entries"]
+    full, routed, _ = o["settings"]
+    assert full["copied"] == full["entries"] and routed["copied"] < full["copied"]
+    assert routed["ratio"]["median"] > 1, "the link is the bound here: dropping must win"
+    assert world.status()["workers"] == []
+    r = bench(*argv, "-n", "1", "routed/index")
+    assert r.returncode == 0 and "equal in all reads" in r.stdout and "routed/index" in r.stdout
+
+
+def leftovers(world):
+    def mine(d):
+        return {str(d / n) for n in os.listdir(d) if "bench" in n} if d.is_dir() else set()
+    return mine(world.path / "tmp") | mine(pathlib.Path("/dev/shm")) | mine(pathlib.Path(f"/dev/shm/expertd-{os.geteuid()}"))
+
+
+def test_bench_starts_and_removes_its_own_instance(world, prompt):
+    (world.path / "tmp").mkdir()
+    env = {"TMPDIR": str(world.path / "tmp")}
+    before = leftovers(world)
+    r = bench("--model", STORY, "--prompt-file", prompt, "--link-gbps", "0.05", "-n", "1", "--json", "routed", env=env)
+    assert r.returncode == 0, r.stderr
+    assert json.loads(r.stdout)["same_bits"]
+    assert leftovers(world) <= before
+    assert not list((world.path / "tmp").iterdir())
+    r = bench("--model", PROMPT, "--prompt-file", prompt, env=env)
+    assert r.returncode == 2 and "prompt.txt" in r.stderr, r.stderr
+    assert leftovers(world) <= before
+
+
+def test_bench_interrupted_cleans_up(world, prompt):
+    (world.path / "tmp").mkdir()
+    before = leftovers(world)
+    p = world.spawn([BENCH, "--model", STORY, "--prompt-file", prompt, "--link-gbps", "0.001", "full"],
+                    env={**os.environ, "TMPDIR": str(world.path / "tmp")}, stdout=subprocess.PIPE)
+    tmp = world.path / "tmp"
+    world.until(lambda: list(tmp.glob("expert-bench.*/expertd/*/store")), what="its instance runs")
+    time.sleep(0.3 * SLOW)
+    p.send_signal(signal.SIGINT)
+    assert p.wait(15 * SLOW) == 2
+    assert "interrupted" in p.log.read_text()
+    assert leftovers(world) <= before and not list(tmp.iterdir())
+
+
+def test_bench_passes_on_why_a_read_failed(world, prompt):
+    world.expertd()
+    r = bench("--runtime-dir", world.runtime, "--prompt-file", prompt, "--ring", "0", "full")
+    assert r.returncode == 2
+    assert "--ring" in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
+    r = bench("--runtime-dir", world.runtime, "--instance", "nobody", "--prompt-file", prompt, "full")
+    assert r.returncode == 2 and "nobody" in r.stderr
