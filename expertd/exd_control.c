@@ -2,7 +2,10 @@
 #include "expertd/exd_daemon_priv.h"
 #include "expertd/exd_log.h"
 
+#include "shm/shm_bell.h"
+
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 
 /* Large enough for every reply of this version. */
@@ -15,6 +18,20 @@ union reply {
     struct prt_drain_reply drain;
     struct prt_stop_reply stop;
 };
+
+/* Refusals are logged up to ten a second: whoever sends garbage shall not fill the disk with lines. */
+static void log_refusal(struct exd_daemon *d, const char *who, const char *line)
+{
+    uint64_t now_ns = shm_now_ns();
+    if (now_ns - d->refusals_since_ns > 1000000000u) {
+        if (d->refusals > 10)
+            exd_log(EXD_LOG_WARNING, "%u more refusals were not logged", d->refusals - 10);
+        d->refusals_since_ns = now_ns;
+        d->refusals = 0;
+    }
+    if (d->refusals++ < 10)
+        exd_log(EXD_LOG_WARNING, "%s was refused: %s", who, line);
+}
 
 static struct exd_session *find(struct exd_daemon *d, uint64_t number, uint32_t *ret_index)
 {
@@ -51,7 +68,9 @@ static int attach(struct exd_daemon *d, const struct prt_attach_request *request
     int rc = exd_daemon_add_session(d, request, &session, err);
     if (rc < 0) {
         atomic_fetch_add_explicit(&store->refused, 1, memory_order_relaxed);
-        exd_log(EXD_LOG_WARNING, "process %u was refused: %s", request->pid, shm_error_text(err));
+        char who[32];
+        snprintf(who, sizeof(who), "process %u", request->pid);
+        log_refusal(d, who, shm_error_text(err));
         return rc;
     }
     struct exd_session_settings settings = exd_session_settings(session);
@@ -143,7 +162,7 @@ static size_t answer(struct exd_daemon *d, const void *bytes, size_t n, union re
         }
     }
     /* no message of ours: the bare header, which every version understands */
-    exd_log(EXD_LOG_WARNING, "a control request was refused: %s", shm_error_text(&err));
+    log_refusal(d, "a control request", shm_error_text(&err));
     prt_reply_fill(&reply->header, PRT_VERSION, h.type, sizeof(reply->header), &h, rc, shm_error_text(&err));
     return sizeof(reply->header);
 }

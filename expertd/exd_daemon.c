@@ -186,7 +186,8 @@ void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, con
         exd_log(EXD_LOG_INFO, "%s on behalf of %s: %u of the workers' streams still run, for at most %u ms",
                 stop ? "ending" : "draining", who, exd_daemon_busy(d), deadline_ms);
         exd_store_detail(d->store, stop ? "ending" : "draining: no new streams");
-        exd_start_cancel(&d->start);
+        if (stop && d->start.running) /* no worker yet that could wait for the rest of the model */
+            exd_start_cancel(&d->start);
     }
     d->draining = true;
     d->stopping = d->stopping || stop;

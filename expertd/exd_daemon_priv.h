@@ -56,6 +56,8 @@ struct exd_daemon {
     uint64_t sessions; /* so far: numbers */
     bool draining, stopping, broken_off;
     uint64_t drain_deadline_ns;
+    uint64_t refusals_since_ns; /* see log_refusal */
+    uint32_t refusals;
     int exit_status;
     _Alignas(8) uint8_t message[PRT_MESSAGE_MAX];
 };

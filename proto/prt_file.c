@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +11,7 @@
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -109,6 +111,12 @@ int prt_peer_open(pid_t pid, uint32_t fd, uint64_t bytes, const char *what, int 
     opened = open(own, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (opened < 0) {
         rc = shm_error_set(err, errno, "%s (%s): %s", what, link, strerror(errno));
+        goto out;
+    }
+    struct statfs fs;
+    if (fstatfs(opened, &fs) < 0 || fs.f_type != TMPFS_MAGIC) {
+        /* of huge pages: the pool can run dry under a mapping, which kills whoever touches it */
+        rc = shm_error_set(err, EINVAL, "%s (%s) is not a memfd of ordinary pages", what, link);
         goto out;
     }
     int seals = fcntl(opened, F_GET_SEALS);

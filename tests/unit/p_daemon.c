@@ -178,6 +178,12 @@ static void test_refusals(struct kit *k)
     expect_refused(k, &w, "plain file", -EINVAL, "memfd");
     close(fd);
     unlink(path);
+    fd = memfd_create("huge", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
+    if (fd >= 0) {
+        w.request.ring_fd = (uint32_t)fd;
+        expect_refused(k, &w, "huge pages", -EINVAL, "ordinary pages");
+        close(fd);
+    }
     int pipefd[2];
     CHECK(pipe2(pipefd, O_CLOEXEC) == 0, "pipe");
     w.request.ring_fd = (uint32_t)pipefd[0];
