@@ -163,8 +163,7 @@ void krn_host_attention(struct krn_host *host, const struct krn_kv *kv, uint32_t
     a.group = heads / kv->kv_heads;
     uint64_t rows = (uint64_t)tokens * a.group;
     a.rows_per_task = KRN_ATTN_ROWS;
-    while (a.rows_per_task > 1 && rows / a.rows_per_task * kv->kv_heads < 2 * (uint64_t)host->threads &&
-           host->threads > 1)
+    while (a.rows_per_task > 1 && rows / a.rows_per_task * kv->kv_heads < host->threads && host->threads > 1)
         a.rows_per_task /= 2;
     a.blocks = (uint32_t)((rows + a.rows_per_task - 1) / a.rows_per_task);
     krn_pool_run(host->pool, a.blocks * kv->kv_heads, attn_task, &a);
