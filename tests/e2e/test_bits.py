@@ -72,9 +72,11 @@ def test_three_workers_at_once(world, short):
 
 
 def test_long_prompt(world):
+    """1,900 tokens over a link so slow that reading waits for it: drops, in every order."""
     world.expertd()
     want, full = hash_of(world, PROMPT, "--stream", "full")
     assert full["stream"]["dropped"] == 0
     for order in ("index", "recent", "predicted"):
-        got, r = hash_of(world, PROMPT, "--order", order, "--floor", 1024, "--link-gbps", 0.2)
-        assert got == want and r["stream"]["dropped"] > 0, order
+        got, r = hash_of(world, PROMPT, "--order", order, "--floor", 1024, "--link-gbps", 0.005)
+        assert got == want, order
+        assert r["stream"]["dropped"] > 0, order
