@@ -28,6 +28,7 @@ struct exd_issuer {
     _Atomic bool stop;
     _Atomic bool busy;
     bool held_off_told;
+    int link_status;     /* of the last flush */
     uint64_t next_seq;   /* of the next stream */
     uint64_t group_base; /* of the next stream */
 };
@@ -35,6 +36,13 @@ struct exd_issuer {
 static struct shm_worker *worker(const struct exd_issuer *i)
 {
     return i->config.control.worker;
+}
+
+/* How long to wait while a stream runs: a device that rings no bell is looked at often. */
+static uint64_t stream_wait_ns(const struct exd_issuer *i, uint64_t limit_ns)
+{
+    uint64_t poll_ns = i->config.link->poll_ns;
+    return poll_ns && poll_ns < limit_ns ? poll_ns : limit_ns;
 }
 
 /* Sleeps on the worker's bell unless `ready` already holds. Returns false on stop. */
@@ -67,6 +75,8 @@ static enum exd_step step_or_sleep(struct exd_issuer *i)
     enum exd_step step = exd_stream_step(i->stream);
     if (step == EXD_STEP_AGAIN || step == EXD_STEP_DONE || step == EXD_STEP_FAILED)
         return step;
+    if ((i->link_status = krn_link_flush(i->config.link)))
+        return EXD_STEP_FAILED;
     struct shm_bell *bell = &worker(i)->issuer_bell;
     uint32_t ticket = shm_bell_prepare(bell);
     step = exd_stream_step(i->stream);
@@ -74,7 +84,7 @@ static enum exd_step step_or_sleep(struct exd_issuer *i)
         atomic_load(&i->stop))
         shm_bell_cancel(bell);
     else
-        shm_bell_wait(bell, ticket, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS);
+        shm_bell_wait(bell, ticket, stream_wait_ns(i, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS));
     return step;
 }
 
@@ -99,6 +109,13 @@ static uint32_t stopping(struct shm_error *err)
     return SHM_RESULT_FAILED;
 }
 
+static uint32_t link_failed(struct exd_issuer *i, struct shm_error *err)
+{
+    shm_error_set(err, i->link_status, "worker %s: its link failed (%s); detached, it may attach again",
+                  i->name, strerror(-i->link_status));
+    return SHM_RESULT_FAILED;
+}
+
 /* Runs the walk to its end. Returns SHM_RESULT_*; FAILED fills err. */
 static uint32_t walk_to_end(struct exd_issuer *i, struct shm_error *err)
 {
@@ -111,6 +128,8 @@ static uint32_t walk_to_end(struct exd_issuer *i, struct shm_error *err)
         if (step == EXD_STEP_DONE)
             return SHM_RESULT_OK;
         step = step_or_sleep(i);
+        if (i->link_status)
+            return link_failed(i, err);
         if (exd_stream_violation(i->stream, err) ||
             (step == EXD_STEP_FAILED && exd_stream_failure(i->stream, err)))
             return SHM_RESULT_FAILED;
@@ -137,7 +156,9 @@ static uint32_t wait_consumed(struct exd_issuer *i, struct shm_error *err)
             return SHM_RESULT_OK;
         if (cancelled(i))
             return SHM_RESULT_CANCELLED;
-        if (!sleep_unless(i, consumed, WAIT_NS))
+        if ((i->link_status = krn_link_flush(i->config.link)))
+            return link_failed(i, err);
+        if (!sleep_unless(i, consumed, stream_wait_ns(i, WAIT_NS)))
             return stopping(err);
         if (watchdog_expired(&dog, exd_stream_progress(i->stream))) {
             exd_stream_stuck(i->stream, EXD_STEP_DONE, i->config.watchdog_ns, err);
@@ -210,6 +231,8 @@ static void *run(void *arg)
 {
     struct exd_issuer *i = arg;
     prctl(PR_SET_NAME, "issuer");
+    if (i->config.link->poll_ns)
+        prctl(PR_SET_TIMERSLACK, 1ul); /* the default, 50 us, is longer than the poll */
     while (!atomic_load(&i->stop)) {
         if (!stream_posted(i)) {
             sleep_unless(i, stream_posted, UINT64_C(10) * WAIT_NS);

@@ -15,6 +15,7 @@
 #include "shm/shm_bell.h"
 #include "shm/shm_error.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -31,7 +32,8 @@ struct krn_link_stats {
 struct krn_link;
 
 struct krn_link_ops {
-    int (*copy)(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes);
+    int (*copy)(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes, bool more);
+    int (*flush)(struct krn_link *link);
     int (*signal)(struct krn_link *link, uint64_t value);
     uint64_t (*landed)(struct krn_link *link);
     int (*drain)(struct krn_link *link, uint64_t timeout_ns);
@@ -43,14 +45,29 @@ struct krn_link_ops {
 /* Each device's link begins with this. */
 struct krn_link {
     const struct krn_link_ops *ops;
+    /* 0: landings and the worker's words ring the issuer's bell. Else a device writes them and rings nothing:
+     * whoever waits for one looks again this often. */
+    uint64_t poll_ns;
 };
 
 /* Enqueues one copy of bytes from src (stays readable until it landed) to the ring. Does not block for
  * the copy; may wait for room in the queue. Returns 0, -EINVAL outside the ring, -EIO after a device error.
+ *
+ * more: another copy or a signal will follow at once, so the link may hold this one back and hand several
+ * to the device together. Held copies go out, in order, with the next copy without `more`, the next signal,
+ * when enough are held, or by krn_link_flush. A guess that may be wrong is copied without `more`: it should
+ * not wait, nor should what is certain wait behind a batch of guesses.
  */
-static inline int krn_link_copy(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes)
+static inline int krn_link_copy(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes,
+                                bool more)
 {
-    return link->ops->copy(link, ring_offset, src, bytes);
+    return link->ops->copy(link, ring_offset, src, bytes, more);
+}
+
+/* The caller is about to wait: held copies go out, and landings will be counted as they happen. */
+static inline int krn_link_flush(struct krn_link *link)
+{
+    return link->ops->flush ? link->ops->flush(link) : 0;
 }
 
 /* Enqueues: once all copies before this have landed, store value (release) to the landed word and ring
@@ -60,7 +77,7 @@ static inline int krn_link_signal(struct krn_link *link, uint64_t value)
     return link->ops->signal(link, value);
 }
 
-/* Copies landed so far, over the link's life. Never blocks. */
+/* Copies landed so far, over the link's life. Never blocks. The issuer's thread only. */
 static inline uint64_t krn_link_landed(struct krn_link *link)
 {
     return link->ops->landed(link);

@@ -181,8 +181,9 @@ static int enqueue(struct host_link *l, const struct host_op *op)
     return 0;
 }
 
-static int host_copy(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes)
+static int host_copy(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes, bool more)
 {
+    (void)more; /* the thread takes what is there */
     struct host_link *l = host(link);
     if (!src || ring_offset > l->config.ring_bytes || bytes > l->config.ring_bytes - ring_offset)
         return -EINVAL;

@@ -72,7 +72,7 @@ static bool holds(uint32_t i, uint32_t s, size_t bytes)
 
 static int put(struct krn_link *link, uint32_t slot, uint32_t s, size_t bytes)
 {
-    return krn_link_copy(link, (uint64_t)slot * LARGE, source + (size_t)s * LARGE, bytes);
+    return krn_link_copy(link, (uint64_t)slot * LARGE, source + (size_t)s * LARGE, bytes, false);
 }
 
 /* Everything goes through in the order it was enqueued: the last writer of each slot wins. */
@@ -295,12 +295,12 @@ Test(link, refuses, .init = memory_up, .fini = memory_down)
 
     uint64_t end = (uint64_t)SLOTS * LARGE;
     link = open_link(config(0, 0));
-    cr_expect_eq(krn_link_copy(link, end - SMALL + 1, source, SMALL), -EINVAL);
-    cr_expect_eq(krn_link_copy(link, end + 1, source, 0), -EINVAL);
-    cr_expect_eq(krn_link_copy(link, UINT64_MAX - 10, source, SMALL), -EINVAL);
-    cr_expect_eq(krn_link_copy(link, 0, source, SIZE_MAX), -EINVAL);
-    cr_expect_eq(krn_link_copy(link, SMALL, source, SIZE_MAX - 100), -EINVAL, "offset + bytes wraps");
-    cr_expect_eq(krn_link_copy(link, end - SMALL, source, SMALL), 0, "the last byte is inside");
+    cr_expect_eq(krn_link_copy(link, end - SMALL + 1, source, SMALL, false), -EINVAL);
+    cr_expect_eq(krn_link_copy(link, end + 1, source, 0, false), -EINVAL);
+    cr_expect_eq(krn_link_copy(link, UINT64_MAX - 10, source, SMALL, false), -EINVAL);
+    cr_expect_eq(krn_link_copy(link, 0, source, SIZE_MAX, false), -EINVAL);
+    cr_expect_eq(krn_link_copy(link, SMALL, source, SIZE_MAX - 100, false), -EINVAL, "offset + bytes wraps");
+    cr_expect_eq(krn_link_copy(link, end - SMALL, source, SMALL, false), 0, "the last byte is inside");
     cr_assert_eq(krn_link_drain(link, LONG_WAIT), 0);
     cr_expect_eq(krn_link_landed(link), 1u);
     krn_link_destroy(&link);
