@@ -87,17 +87,17 @@ static const struct shm_mask *env_published(void *ctx, uint32_t layer)
     return &s->routed[layer];
 }
 
-/* Where the row comes from: the worker's prediction once the layer before is
- * published; nothing at all until then, if one will come (no blind copy is as
- * good as waiting for it: ahead of the prediction only the ring's length would
- * limit the waste); else this conversation's recent counts. */
+/* Where the row comes from: the worker's prediction, for layer 0 from the start, then once the layer before
+ * is published; nothing at all until then, if one will come (no blind copy is as good as waiting for it:
+ * ahead of the prediction only the ring's length would limit the waste); else this conversation's recent
+ * counts. */
 enum expectation { EXPECT_NOTHING, EXPECT_RECENT, EXPECT_PREDICTION };
 
 static enum expectation expectation_of(struct exd_stream *s, uint32_t layer)
 {
-    if (s->plan.order != SHM_ORDER_PREDICTED || layer == 0 || !(s->flags & SHM_STREAM_PREDICTS))
+    if (s->plan.order != SHM_ORDER_PREDICTED || !(s->flags & SHM_STREAM_PREDICTS))
         return EXPECT_RECENT;
-    return env_published(s, layer - 1) ? EXPECT_PREDICTION : EXPECT_NOTHING;
+    return layer == 0 || env_published(s, layer - 1) ? EXPECT_PREDICTION : EXPECT_NOTHING;
 }
 
 /* A layer's row is copied when it is first asked for, and once more when the

@@ -313,7 +313,8 @@ static enum exd_step step_expected(struct exd_walk *w)
         return EXD_STEP_WAIT_PUBLISH;
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
-    if (!depth_free(w))
+    if (!depth_free(w) ||
+        (!routed && outstanding(w) >= EXD_WALK_BLIND_MAX + (EXD_MUTANT(SIM_MUTANT_BLIND_PLUS_ONE) ? 1 : 0)))
         return EXD_STEP_WAIT_DEPTH;
     bool confident = false;
     const uint32_t *expected = w->env.expected(w->env.ctx, w->layer, &confident);

@@ -71,6 +71,11 @@ struct exd_walk_config {
     const struct shm_mask *resident; /* [layers], private to expertd, valid during the stream */
 };
 
+/* Most copies outstanding when recent or predicted issue one before its layer
+ * is published. What is on the link can't be taken back, and a few keep it
+ * busy; under index depth alone decides. */
+#define EXD_WALK_BLIND_MAX 4u
+
 struct exd_walk_counts {
     uint64_t entries, issued, dropped, signals;
     uint64_t outstanding_max;

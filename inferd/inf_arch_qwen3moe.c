@@ -68,7 +68,6 @@ static int resolve(struct inf_model *m, struct shm_error *err)
 
 static int forward(struct inf_graph *g, const struct inf_pass *pass, struct shm_error *err)
 {
-    inf_graph_embed(g, pass);
     for (uint32_t i = 0; i < g->model->hparams.layers; i++) {
         inf_graph_attention(g, pass, i);
         int rc = inf_graph_experts(g, pass, i, err);
@@ -79,4 +78,5 @@ static int forward(struct inf_graph *g, const struct inf_pass *pass, struct shm_
     return 0;
 }
 
-const struct inf_arch inf_arch_qwen3moe = {.name = "qwen3moe", .resolve = resolve, .forward = forward};
+const struct inf_arch inf_arch_qwen3moe = {
+    .name = "qwen3moe", .resolve = resolve, .embed = inf_graph_embed, .forward = forward};

@@ -165,7 +165,9 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
 
     struct inf_chunk chunk = {.tokens = tokens, .position = c->n};
     uint64_t start_ns = shm_now_ns();
-    int rc = inf_stream_begin(pass.stream, tokens, c->n, pass.predict, c->recent, err);
+    e->model->arch->embed(e->graph, &pass);
+    const uint32_t *predicted = pass.predict ? inf_graph_predict_first(e->graph, &pass) : NULL;
+    int rc = inf_stream_begin(pass.stream, tokens, c->n, predicted, c->recent, err);
     if (rc)
         return rc;
     rc = e->model->arch->forward(e->graph, &pass, err);

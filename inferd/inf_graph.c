@@ -147,8 +147,8 @@ void inf_graph_attention(struct inf_graph *g, const struct inf_pass *p, uint32_t
     lap(&at, &g->times.attention_ns);
 }
 
-/* Expected tokens per expert of the next layer: its norm and router on the
- * hidden state that this layer's experts are about to change a little. */
+/* Expected tokens per expert of a layer to come: its norm and router on the
+ * hidden state as it is now, which the steps in between change a little. */
 static void predict(struct inf_graph *g, const struct inf_pass *p, const struct inf_layer *next)
 {
     const struct krn_shape *s = &g->model->shape;
@@ -160,6 +160,14 @@ static void predict(struct inf_graph *g, const struct inf_pass *p, const struct 
     memset(g->predicted, 0, s->experts * sizeof *g->predicted);
     for (size_t i = 0; i < (size_t)p->tokens * s->top_k; i++)
         g->predicted[g->predicted_ids[i]]++;
+}
+
+const uint32_t *inf_graph_predict_first(struct inf_graph *g, const struct inf_pass *p)
+{
+    uint64_t at = shm_now_ns();
+    predict(g, p, &g->model->layer[0]);
+    lap(&at, &g->times.router_ns);
+    return g->predicted;
 }
 
 static void set_job(const struct inf_graph *g, const struct inf_layer *l, uint32_t expert,

@@ -83,6 +83,10 @@ int inf_graph_set_model(struct inf_graph *graph, const struct inf_model *model);
 void inf_graph_embed(struct inf_graph *g, const struct inf_pass *p);
 void inf_graph_attention(struct inf_graph *g, const struct inf_pass *p, uint32_t layer);
 int inf_graph_experts(struct inf_graph *g, const struct inf_pass *p, uint32_t layer, struct shm_error *err);
+/* Expected tokens per expert of layer 0, [experts], from the embeddings alone: for a stream that begins
+ * before anything is computed. After embed; valid until the next step. */
+const uint32_t *inf_graph_predict_first(struct inf_graph *g, const struct inf_pass *p);
+
 void inf_graph_head(struct inf_graph *g, const struct inf_pass *p);
 
 #endif

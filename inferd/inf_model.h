@@ -7,7 +7,7 @@
  * must be loaded already (their ready flags); experts need not be.
  *
  * An architecture is one entry of the table in inf_model.c: a small file with
- * its resolve and its forward function. Nothing else asks which one it is.
+ * its resolve, embed and forward functions. Nothing else asks which one it is.
  */
 #ifndef INF_MODEL_H
 #define INF_MODEL_H
@@ -23,6 +23,9 @@ struct inf_pass;
 struct inf_arch {
     const char *name; /* general.architecture */
     int (*resolve)(struct inf_model *model, struct shm_error *err);
+    /* Begins a pass: the hidden state of its tokens before the first layer. */
+    void (*embed)(struct inf_graph *graph, const struct inf_pass *pass);
+    /* The layers and the head; the stream has begun. */
     int (*forward)(struct inf_graph *graph, const struct inf_pass *pass, struct shm_error *err);
 };
 

@@ -150,7 +150,7 @@ static int wait_for(struct inf_stream *s, const struct want *want, struct shm_er
     return rc;
 }
 
-int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, bool predicts,
+int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, const uint32_t *predicted,
                      const uint32_t *recent, struct shm_error *err)
 {
     if (s->lost || peer_dead(s))
@@ -165,6 +165,8 @@ int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, b
         memcpy(s->c.control.recent, recent, bytes);
     else
         memset(s->c.control.recent, 0, bytes);
+    if (predicted)
+        memcpy(s->c.control.predicted, predicted, sizeof *predicted * g->experts);
     s->seq++;
     s->wait_ns = 0;
     s->running = true;
@@ -173,8 +175,8 @@ int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, b
                                                .group_base = s->group_base,
                                                .tokens = tokens,
                                                .position = position,
-                                               .flags = predicts ? SHM_STREAM_PREDICTS : 0};
-    /* release, pairs with the issuer's acquire: descriptor, resident, recent */
+                                               .flags = predicted ? SHM_STREAM_PREDICTS : 0};
+    /* release, pairs with the issuer's acquire: descriptor, resident, recent, prediction of layer 0 */
     atomic_store_explicit(&s->w->stream_seq, s->seq, memory_order_release);
     shm_bell_ring(&s->w->issuer_bell);
     return 0;

@@ -38,9 +38,10 @@ struct inf_stream;
 int inf_stream_create(const struct inf_stream_config *config, struct inf_stream **ret_stream);
 void inf_stream_destroy(struct inf_stream **stream);
 
-/* Begins the next stream: tokens > 0 from `position` on. recent: [layers][experts]
- * or NULL for zeros; the resident masks lie in the control segment already. */
-int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, bool predicts,
+/* Begins the next stream: tokens > 0 from `position` on. predicted: [experts], expected
+ * counts of layer 0 where the stream publishes predictions, else NULL. recent:
+ * [layers][experts] or NULL for zeros; the resident masks lie in the control segment already. */
+int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, const uint32_t *predicted,
                      const uint32_t *recent, struct shm_error *err);
 
 /* Makes a layer's routing set visible: counts [experts] (tokens per expert);

@@ -240,11 +240,12 @@ int shm_worker_layout(const struct shm_geometry *geometry, struct shm_worker_lay
 /* A mapped segment with its sections resolved. Private to each process. */
 struct shm_worker_view {
     struct shm_worker *worker;
-    struct shm_mask *resident;  /* [layers] */
-    struct shm_route *route;    /* [layers] */
-    uint32_t *tokens;           /* [layers][experts] */
-    uint32_t *predicted;        /* [layers][experts]; row l is valid once route[l - 1] is published */
-    uint32_t *recent;           /* [layers][experts] */
+    struct shm_mask *resident; /* [layers] */
+    struct shm_route *route;   /* [layers] */
+    uint32_t *tokens;          /* [layers][experts] */
+    uint32_t *predicted; /* [layers][experts]; row 0 is valid with the descriptor, row l once route[l - 1] is
+                            published */
+    uint32_t *recent;    /* [layers][experts] */
     _Atomic uint32_t *table;    /* [layers][experts], relaxed; ordered by landed_groups */
     _Atomic uint64_t *slot_map; /* [ring], relaxed, for tools: see shm_slot_pack */
 };

@@ -117,7 +117,10 @@ void sim_checker_step_end(struct sim_checker *c, enum exd_step step, const struc
         sim_checker_fail(c, 9,
                          "the ring does not advance: waits for a slot, all %llu signalled groups released",
                          (unsigned long long)c->signalled);
-    if (step == EXD_STEP_WAIT_DEPTH && (!gated(s) || c->before_issued - c->before_landed < s->depth))
+    uint64_t depth = s->depth;
+    if (s->order != SHM_ORDER_INDEX && !(c->visible & BIT(layer)) && depth > EXD_WALK_BLIND_MAX)
+        depth = EXD_WALK_BLIND_MAX;
+    if (step == EXD_STEP_WAIT_DEPTH && (!gated(s) || c->before_issued - c->before_landed < depth))
         sim_checker_fail(c, 8, "waits for depth with %llu of %u outstanding, policy %u",
                          (unsigned long long)outstanding, s->depth, s->policy);
     if (step == EXD_STEP_WAIT_PUBLISH && (!gated(s) || (layer < s->layers && (c->visible & BIT(layer)))))
@@ -248,6 +251,10 @@ void sim_checker_issue(struct sim_checker *c, uint32_t layer, uint32_t expert, u
     if (s->policy == SHM_POLICY_DEMAND && !(c->published & BIT(layer)))
         sim_checker_fail(c, 3, "layer %u expert %u copied on demand before the layer is published", layer,
                          expert);
+    if (gated(s) && s->order != SHM_ORDER_INDEX && !(c->published & BIT(layer)) &&
+        c->n_issued - c->n_landed >= EXD_WALK_BLIND_MAX)
+        sim_checker_fail(c, 3, "layer %u expert %u copied blind with %llu copies outstanding", layer, expert,
+                         (unsigned long long)(c->n_issued - c->n_landed));
     c->issued[layer] |= bit;
     c->issue_slot[layer][expert] = slot;
     c->issue_group[layer][expert] = group;

@@ -111,7 +111,7 @@ Test(stream, words_in_order, .init = setup)
     uint32_t first, end;
     for (uint32_t i = 0; i < LAYERS * EXPERTS; i++)
         recent[i] = 100 + i;
-    cr_assert_eq(inf_stream_begin(s, 11, 22, true, recent, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 11, 22, recent, recent, &err), 0);
     cr_expect_eq(atomic_load(&v.worker->stream_seq), 1);
     const struct shm_descriptor *d = &v.worker->descriptor;
     cr_expect(d->seq == 1 && d->group_base == 0 && d->tokens == 11 && d->position == 22 &&
@@ -150,7 +150,7 @@ Test(stream, words_in_order, .init = setup)
     struct shm_report report;
     cr_assert_eq(inf_stream_end(s, &report, &err), 0);
 
-    cr_assert_eq(inf_stream_begin(s, 1, 33, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 33, NULL, NULL, &err), 0);
     cr_expect_eq(v.worker->descriptor.group_base, LAYERS * GROUPS, "groups count over the worker's life");
     cr_expect_eq(v.worker->descriptor.flags, 0);
     cr_expect_eq(v.recent[0], 0);
@@ -160,7 +160,7 @@ Test(stream, words_in_order, .init = setup)
 /* Only what the table says of landed groups, and only inside the ring. */
 Test(stream, hostile_table, .init = setup)
 {
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     entry(0, 0, SHM_ENTRY_SLOT, 0, RING);
     entry(0, 1, SHM_ENTRY_SLOT, 0, 0xfffff);
     entry(0, 2, SHM_ENTRY_DROPPED, 0, 0);
@@ -183,7 +183,7 @@ Test(stream, poison, .init = setup)
     again();
     for (uint32_t i = 0; i < RING * SLOT; i++)
         cr_assert_eq(ring[i], 0xff, "the ring is poisoned at the start");
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     inf_stream_publish(s, 0, (const uint32_t[EXPERTS]){1}, NULL);
     memset(ring, 0x22, RING * SLOT); /* "copied" */
     entry(0, 0, SHM_ENTRY_SLOT, 0, 1);
@@ -222,7 +222,7 @@ Test(stream, cancelled, .init = setup)
 {
     pthread_t a, b;
     uint32_t first, end;
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     inf_stream_publish(s, 0, (const uint32_t[EXPERTS]){1}, NULL);
     pthread_create(&a, NULL, cancel_soon, NULL);
     uint64_t start = shm_now_ns();
@@ -238,7 +238,7 @@ Test(stream, cancelled, .init = setup)
     atomic_store(&cancel, false);
     cr_expect(inf_stream_alive(s));
     cr_expect_eq(inf_stream_cancel(s, &err), 0, "nothing runs: nothing to do");
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     cr_expect_eq(v.worker->descriptor.group_base, LAYERS * GROUPS);
     run_through(2);
 }
@@ -246,7 +246,7 @@ Test(stream, cancelled, .init = setup)
 Test(stream, failed_stream, .init = setup)
 {
     uint32_t first, end;
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     inf_stream_publish(s, 0, (const uint32_t[EXPERTS]){1}, NULL);
     memset(v.worker->error_text, 'A', sizeof v.worker->error_text); /* without an end */
     land(LAYERS * GROUPS);
@@ -256,27 +256,27 @@ Test(stream, failed_stream, .init = setup)
     cr_expect(strstr(err.text, "stream 1: AAAA"), "%s", err.text);
     cr_expect_eq(inf_stream_cancel(s, &err), 0);
     strcpy(v.worker->error_text, "draining");
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     struct shm_report report;
     done(2, SHM_RESULT_FAILED);
     cr_expect_eq(inf_stream_end(s, &report, &err), -EIO);
     cr_expect(strstr(err.text, "draining"), "%s", err.text);
     cr_expect_eq(inf_stream_cancel(s, &err), 0);
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     run_through(3);
 }
 
 Test(stream, detached, .init = setup)
 {
     uint32_t first, end;
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     strcpy(v.worker->error_text, "broke the protocol");
     atomic_store(&v.worker->detached, 1);
     cr_expect_not(inf_stream_alive(s));
     cr_expect_eq(inf_stream_wait(s, 0, &first, &end, &err), -ECONNRESET);
     cr_expect(strstr(err.text, "broke the protocol"), "%s", err.text);
     cr_expect_neq(inf_stream_cancel(s, NULL), 0, "the session is lost");
-    cr_expect_neq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_expect_neq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
 }
 
 Test(stream, watchdog_names_the_word, .init = setup)
@@ -284,7 +284,7 @@ Test(stream, watchdog_names_the_word, .init = setup)
     uint32_t first, end;
     config.watchdog_ns = 250000000;
     again();
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     inf_stream_publish(s, 0, (const uint32_t[EXPERTS]){1}, NULL);
     land(1);
     cr_assert_eq(inf_stream_wait(s, 0, &first, &end, &err), 0);
@@ -306,7 +306,7 @@ Test(stream, expertd_dies, .init = setup)
     config.expertd_pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
     cr_assert_geq(config.expertd_pidfd, 0);
     again();
-    cr_assert_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), 0);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
     inf_stream_publish(s, 0, (const uint32_t[EXPERTS]){1}, NULL);
     kill(pid, SIGKILL);
     waitpid(pid, NULL, 0);
@@ -317,6 +317,6 @@ Test(stream, expertd_dies, .init = setup)
     start = shm_now_ns();
     cr_expect_neq(inf_stream_cancel(s, &err), 0);
     cr_expect_lt(shm_now_ns() - start, UINT64_C(1000000000), "does not wait for the dead");
-    cr_expect_eq(inf_stream_begin(s, 1, 0, false, NULL, &err), -ESHUTDOWN);
+    cr_expect_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), -ESHUTDOWN);
     close(config.expertd_pidfd);
 }
