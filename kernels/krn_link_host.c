@@ -84,25 +84,28 @@ static uint64_t scheduled_landing(struct host_link *l, const struct host_op *op,
     return *ret_start_ns + (uint64_t)(cost_ns + 0.5);
 }
 
-static void do_copy(struct host_link *l, const struct host_op *op, uint64_t *previous_ns)
+/* Where the link's thread is in time. */
+struct clock_hand {
+    uint64_t schedule_ns; /* the last copy's landing on the schedule; unpaced: when it landed */
+    uint64_t end_ns;      /* when it really landed */
+};
+
+static void do_copy(struct host_link *l, const struct host_op *op, struct clock_hand *hand)
 {
     uint64_t start_ns, began_ns = shm_now_ns();
-    uint64_t landing_ns = scheduled_landing(l, op, *previous_ns, &start_ns);
+    uint64_t landing_ns = scheduled_landing(l, op, hand->schedule_ns, &start_ns);
     memcpy((char *)l->config.ring + op->value, op->src, op->bytes);
-    uint64_t end_ns;
     if (landing_ns) {
         sleep_until(l, landing_ns);
-        *previous_ns = landing_ns;
-        end_ns = shm_now_ns();
-        add(&l->busy_ns, landing_ns - start_ns);
-    } else {
-        end_ns = shm_now_ns();
-        *previous_ns = end_ns;
-        start_ns = began_ns;
-        add(&l->busy_ns, end_ns - began_ns);
+        /* Busy as measured, not as scheduled: the pacing can be judged by it. */
+        began_ns = op->enqueued_ns > hand->end_ns ? op->enqueued_ns : hand->end_ns;
     }
+    uint64_t end_ns = shm_now_ns();
+    hand->schedule_ns = landing_ns ? landing_ns : end_ns;
+    hand->end_ns = end_ns;
+    add(&l->busy_ns, end_ns - began_ns);
     if (!load(&l->first_ns))
-        atomic_store_explicit(&l->first_ns, start_ns, memory_order_relaxed);
+        atomic_store_explicit(&l->first_ns, began_ns, memory_order_relaxed);
     atomic_store_explicit(&l->last_ns, end_ns, memory_order_relaxed);
     add(&l->bytes, op->bytes);
     /* release, pairs with the acquire in host_landed: bytes and counters before the landing */
@@ -124,7 +127,7 @@ static void *run(void *arg)
     struct host_link *l = arg;
     prctl(PR_SET_NAME, l->config.name ? l->config.name : "link");
     prctl(PR_SET_TIMERSLACK, 1ul); /* the default, 50 us, is a blob's time on a fast link */
-    uint64_t previous_ns = 0;
+    struct clock_hand hand = {0};
     for (uint64_t head = 0; !atomic_load(&l->stop);) {
         /* acquire, pairs with the release in enqueue: the op is whole */
         if (head == atomic_load_explicit(&l->tail, memory_order_acquire)) {
@@ -137,7 +140,7 @@ static void *run(void *arg)
         }
         const struct host_op *op = &l->queue[head & l->mask];
         if (op->src)
-            do_copy(l, op, &previous_ns);
+            do_copy(l, op, &hand);
         else
             do_signal(l, op);
         /* release, pairs with the acquire in enqueue and drain: the cell is free, the op is done */
