@@ -113,6 +113,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
                              SHM_STORE_WORKERS);
     const struct exd_options *o = d->options;
     struct exd_session_config config = {.arena = exd_arena_view(d->start.arena),
+                                        .device = d->start.device,
                                         .stream = o->stream,
                                         .link_gbps = o->link_gbps,
                                         .link_latency_us = o->link_latency_us,
@@ -224,6 +225,7 @@ static void on_started(struct exd_daemon *d)
     atomic_store_explicit(&s->adopted, info.found == EXD_FOUND_ADOPTED, memory_order_relaxed);
     atomic_store_explicit(&s->pinned, info.pinned, memory_order_relaxed);
     atomic_store_explicit(&s->huge_pages, info.huge, memory_order_relaxed);
+    snprintf(s->device, sizeof(s->device), "%s", exd_device_text(d->start.device));
     if (info.warning[0])
         exd_store_detail(d->store, info.warning);
     if (d->start.loader)

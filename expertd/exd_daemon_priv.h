@@ -8,6 +8,7 @@
 #define EXD_DAEMON_PRIV_H
 
 #include "expertd/exd_arena.h"
+#include "expertd/exd_device.h"
 #include "expertd/exd_loader.h"
 #include "expertd/exd_options.h"
 #include "expertd/exd_progress.h"
@@ -27,6 +28,7 @@ struct exd_start {
     struct exd_model *model;
     struct exd_plan *plan;
     struct exd_arena *arena;
+    struct exd_device *device;
     struct exd_loader *loader; /* NULL: the arena was adopted, or is loaded */
     struct exd_progress progress;
     bool show_progress;

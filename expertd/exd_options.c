@@ -44,7 +44,10 @@ static const struct argp_option option_table[] = {
     {"pin", KEY_PIN, "auto|require|off", 0, "Lock the arena in memory (default: auto)", 1},
     {"no-keep", KEY_NO_KEEP, NULL, 0, "Remove the arena at exit instead of keeping it for the next start", 1},
     {NULL, 0, NULL, 0, "Stream (each worker may ask for its own):", 2},
-    {"device", KEY_DEVICE, "auto|host|cuda[:N]", 0, "Device that the links copy to (default: auto)", 2},
+    {"device", KEY_DEVICE, "auto|host|cuda[:N]", 0,
+     "Device that the links copy to: host memory, or CUDA GPUs (all, or number N). auto: CUDA if there is a "
+     "driver (default: auto)",
+     2},
     {"stream", KEY_STREAM, "full|routed", 0,
      "Copy every streamed expert, or only routed ones (default: routed; environment: "
      "EXPERTD_ROUTED_STREAM=0 means full)",
@@ -124,13 +127,24 @@ _Static_assert(SHM_POLICY_FULL == 1 && SHM_POLICY_ROUTED == 2 && SHM_ORDER_INDEX
                    SHM_ORDER_RECENT == 2 && SHM_ORDER_PREDICTED == 3,
                "the word lists follow these numbers");
 
-static int parse_device(const char *text, struct shm_error *err)
+static int parse_device(const char *text, struct exd_options *o, struct shm_error *err)
 {
-    if (strcmp(text, "auto") == 0 || strcmp(text, "host") == 0)
-        return 0;
-    if (strncmp(text, "cuda", 4) == 0 && (text[4] == '\0' || text[4] == ':'))
-        return shm_error_set(err, EINVAL,
-                             "--device %.20s: CUDA is not built into this version: use --device host", text);
+    static const char *const words[] = {"auto", "host", "cuda"};
+    o->device_ordinal = -1;
+    for (int i = 0; i < 3; i++)
+        if (strcmp(text, words[i]) == 0) {
+            o->device = (enum exd_device_kind)i;
+            return 0;
+        }
+    char *end;
+    if (strncmp(text, "cuda:", 5) == 0 && text[5] >= '0' && text[5] <= '9') {
+        unsigned long ordinal = strtoul(text + 5, &end, 10);
+        if (!*end && ordinal < EXD_DEVICES_MAX) {
+            o->device = EXD_DEVICE_CUDA;
+            o->device_ordinal = (int)ordinal;
+            return 0;
+        }
+    }
     return shm_error_set(err, EINVAL, "--device: '%.40s' is not one of auto, host, cuda[:N]", text);
 }
 
@@ -155,7 +169,7 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
         o->arena_dir = arg;
         return 0;
     case KEY_DEVICE:
-        return parse_device(arg, err);
+        return parse_device(arg, o, err);
     case KEY_STREAM:
         return parse_word("--stream", arg, policies, &o->stream.policy, err);
     case KEY_DEPTH:
@@ -253,6 +267,7 @@ int exd_options_parse(int argc, char **argv, struct exd_options *ret_options, st
             .stream = {.policy = SHM_POLICY_ROUTED, .order = SHM_ORDER_PREDICTED, .depth = 16, .floor = 1024},
             .io = EXD_READER_AUTO,
             .pin = EXD_PIN_AUTO,
+            .device_ordinal = -1,
             .keep = true,
             .drain_ms = 5000,
             .log_level = EXD_LOG_INFO,

@@ -7,12 +7,15 @@
 #define EXD_OPTIONS_H
 
 #include "expertd/exd_arena.h"
+#include "expertd/exd_device.h"
 #include "expertd/exd_issuer.h"
 #include "expertd/exd_reader.h"
 
 #include <stdbool.h>
 
 struct exd_options {
+    enum exd_device_kind device;
+    int device_ordinal;      /* CUDA: -1 all of them */
     const char *model;       /* as given */
     const char *instance;    /* NULL: default */
     const char *runtime_dir; /* NULL: default */

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "expertd/exd_session.h"
 
+#include "expertd/exd_log.h"
+#include "kernels/krn_link_cuda.h"
 #include "kernels/krn_link_host.h"
 #include "proto/prt_file.h"
 #include "shm/shm_store.h"
@@ -25,6 +27,7 @@ struct exd_session {
     struct shm_worker_view control;
     void *control_base, *ring_base;
     uint64_t ring_bytes;
+    bool cuda; /* the ring is device memory, not mapped here */
     struct krn_link *link;
     struct exd_issuer *issuer;
     double link_gbps, link_latency_us;
@@ -58,9 +61,6 @@ static void on_fault(void *ctx, const char *line)
 /* The process is who it says, and ours. */
 static int check_process(struct exd_session *s, const struct prt_attach_request *r, struct shm_error *err)
 {
-    if (r->device != PRT_DEVICE_HOST)
-        return shm_error_set(
-            err, ENOTSUP, "ATTACH: device %u is not built into this version: use --device host", r->device);
     int rc = prt_pidfd_open((pid_t)r->pid, r->start, &s->pidfd);
     if (rc == -ESRCH)
         return shm_error_set(err, ESRCH, "ATTACH: there is no process %u that started at %llu", r->pid,
@@ -138,6 +138,8 @@ static int map_segments(struct exd_session *s, const struct prt_attach_request *
         atomic_load(&w->detached))
         return shm_error_set(err, EINVAL,
                              "ATTACH: the control segment was used before: attach with a new one");
+    if (s->cuda)
+        return 0; /* the link opens the ring */
     return map_peer(r, r->ring_fd, s->ring_bytes, "ring", &s->ring_base, err);
 }
 
@@ -146,8 +148,37 @@ static double pick(double own, double set)
     return own < 0 ? 0 : own > 0 ? own : set;
 }
 
-static int start_threads(struct exd_session *s, const struct exd_session_config *config,
-                         const struct prt_attach_request *r, struct shm_error *err)
+/* A line of the link, from any thread. */
+static void on_note(void *ctx, bool warning, const char *line)
+{
+    (void)ctx;
+    exd_log(warning ? EXD_LOG_WARNING : EXD_LOG_INFO, "%s", line);
+}
+
+static int start_cuda_link(struct exd_session *s, const struct exd_session_config *config,
+                           const struct prt_attach_request *r, struct shm_error *err)
+{
+    struct krn_cuda_device *device;
+    int rc = exd_device_find(config->device, r->device_uuid, &device, err);
+    if (rc < 0)
+        return rc;
+    struct shm_worker *w = s->control.worker;
+    struct krn_link_cuda_config link = {.device = device,
+                                        .ring_bytes = s->ring_bytes,
+                                        .slot_bytes = r->slot_bytes,
+                                        .flag_offset = r->flag_offset,
+                                        .source = config->arena->base,
+                                        .source_bytes = config->arena->mapped_bytes,
+                                        .landed_word = &w->landed_groups,
+                                        .landed_bell = &w->landed_bell,
+                                        .name = s->name,
+                                        .note = on_note};
+    memcpy(link.ring_handle.bytes, r->ring_handle, sizeof(link.ring_handle.bytes));
+    return krn_link_cuda_create(&link, &s->link, err);
+}
+
+static int start_host_link(struct exd_session *s, const struct exd_session_config *config,
+                           const struct prt_attach_request *r, struct shm_error *err)
 {
     struct shm_worker *w = s->control.worker;
     s->link_gbps = pick(r->link_gbps, config->link_gbps);
@@ -160,7 +191,13 @@ static int start_threads(struct exd_session *s, const struct exd_session_config 
                                         .gbps = s->link_gbps,
                                         .latency_us = s->link_latency_us,
                                         .name = s->link_name};
-    int rc = krn_link_host_create(&link, &s->link, err);
+    return krn_link_host_create(&link, &s->link, err);
+}
+
+static int start_threads(struct exd_session *s, const struct exd_session_config *config,
+                         const struct prt_attach_request *r, struct shm_error *err)
+{
+    int rc = s->cuda ? start_cuda_link(s, config, r, err) : start_host_link(s, config, r, err);
     if (rc < 0)
         return rc;
     struct exd_issuer_config issuer = {.arena = config->arena,
@@ -217,6 +254,7 @@ int exd_session_open(const struct exd_session_config *config, const struct prt_a
     s->number = number;
     s->pid = (pid_t)request->pid;
     s->pidfd = -1;
+    s->cuda = request->device == PRT_DEVICE_CUDA;
     s->wake_fd = config->wake_fd;
     memcpy(s->name, request->name, sizeof(s->name));
     s->name[sizeof(s->name) - 1] = '\0';
@@ -280,6 +318,9 @@ int exd_session_configure(struct exd_session *session, const struct prt_configur
     double gbps = pick(r->link_gbps, session->link_gbps);
     double latency_us = pick(r->link_latency_us, session->link_latency_us);
     bool pace = gbps != session->link_gbps || latency_us != session->link_latency_us;
+    if (pace && session->cuda)
+        return shm_error_set(err, EINVAL, "CONFIGURE: link_gbps: the link of worker %s is real, not paced",
+                             session->name);
     if (pace && exd_issuer_busy(session->issuer))
         return shm_error_set(err, EBUSY,
                              "CONFIGURE: the link of worker %s is in use: pace it between two streams",

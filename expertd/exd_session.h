@@ -12,6 +12,7 @@
 #ifndef EXD_SESSION_H
 #define EXD_SESSION_H
 
+#include "expertd/exd_device.h"
 #include "expertd/exd_issuer.h"
 #include "proto/prt_control_gen.h"
 
@@ -22,6 +23,7 @@ struct exd_session;
 
 struct exd_session_config {
     const struct shm_arena_view *arena; /* outlives all sessions */
+    struct exd_device *device;          /* likewise */
     struct exd_stream_settings stream;  /* defaults; the request's own win */
     double link_gbps, link_latency_us;  /* likewise */
     uint64_t watchdog_ns;

@@ -36,7 +36,10 @@ static int open_all(struct exd_daemon *d)
 {
     struct exd_start *s = &d->start;
     const struct exd_options *o = d->options;
-    int rc = exd_gguf_open(d->model_path, &s->gguf, &s->error);
+    int rc = exd_device_open(o->device, o->device_ordinal, &s->device, &s->error);
+    if (rc < 0)
+        return rc;
+    rc = exd_gguf_open(d->model_path, &s->gguf, &s->error);
     if (rc < 0)
         return rc;
     rc = exd_model_open(s->gguf, &s->model, &s->error);
@@ -52,6 +55,10 @@ static int open_all(struct exd_daemon *d)
                                      .cancel = &s->cancel,
                                      .log = arena_line};
     rc = exd_arena_open(&arena, s->plan, &s->arena, &s->error);
+    if (rc < 0)
+        return rc;
+    rc = exd_device_register(s->device, exd_arena_view(s->arena), exd_arena_base(s->arena), &s->cancel,
+                             &s->error);
     if (rc < 0)
         return rc;
     if (exd_arena_complete(s->arena))
@@ -121,6 +128,7 @@ void exd_start_destroy(struct exd_start *s, bool keep)
     exd_start_cancel(s);
     exd_start_finish(s, &ignored);
     exd_loader_destroy(&s->loader); /* writes into the arena until then */
+    exd_device_close(&s->device);   /* unregisters: before the arena is unmapped */
     exd_arena_close(&s->arena, keep);
     exd_start_loaded(s);
 }

@@ -180,6 +180,7 @@ void exd_store_set_worker(struct exd_store *store, uint32_t index, const struct 
     w->ring = request->ring;
     w->groups_per_layer = request->groups_per_layer;
     w->slot_bytes = request->slot_bytes;
+    w->device = request->device;
     /* release, pairs with the acquire in prt_client_worker: the row before its pid */
     atomic_store_explicit(&w->pid, request->pid, memory_order_release);
 }

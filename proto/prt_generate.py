@@ -17,7 +17,7 @@ HEAD = {"request": 32, "reply": 544}
 
 class Field:
     def __init__(self, line, where):
-        m = re.fullmatch(r"(u32|u64|i32|f64|text\[(\d+)\]) (\w+) (\S+) (.+?) : (.*)", line)
+        m = re.fullmatch(r"(u32|u64|i32|f64|(?:text|bytes)\[(\d+)\]) (\w+) (\S+) (.+?) : (.*)", line)
         if not m:
             sys.exit(f"{where}: not a field: {line}")
         self.type, count, self.name, rng, self.unit, self.text = m.groups()
@@ -31,18 +31,20 @@ class Field:
             self.low, self.high = conv(low), conv(high)
             if self.low > self.high or (self.count and self.high >= self.count):
                 sys.exit(f"{where}: bad range {rng}")
-        elif self.count:
+        elif self.type.startswith("text"):
             sys.exit(f"{where}: text needs a range")
+        if self.type.startswith("bytes") and rng != "any":
+            sys.exit(f"{where}: bytes have no range")
         self.range = rng
 
     def declare(self):
         if self.count:
-            return f"char {self.name}[{self.count}];"
+            return f"{'char' if self.type.startswith('text') else 'uint8_t'} {self.name}[{self.count}];"
         return f"{CTYPES[self.type]} {self.name};"
 
     def check(self):
         n, quoted = self.name, f'"{self.name}"'
-        if self.count:
+        if self.type.startswith("text"):
             return [f"    if (!prt_text_ok(m.{n}, sizeof(m.{n}), {self.low}, {self.high}))",
                     f"        return prt_refuse_text(what, {quoted}, {self.low}, {self.high}, err);"]
         if self.low is None:

@@ -9,7 +9,7 @@
 
 #include "shm/shm_header.h"
 
-#define SHM_STORE_MAGIC   "EXDSTO01"
+#define SHM_STORE_MAGIC   "EXDSTO02"
 #define SHM_STORE_WORKERS 64
 #define SHM_NAME_BYTES    64
 #define SHM_PATH_BYTES    1024
@@ -31,7 +31,9 @@ struct shm_store_worker {
     char name[SHM_NAME_BYTES]; /* as the worker calls itself */
     uint32_t layers, experts, ring, groups_per_layer;
     uint64_t slot_bytes;
-    uint64_t reserved[3];
+    uint32_t device;       /* PRT_DEVICE_* */
+    uint32_t device_index; /* CUDA: the GPU's number in expertd */
+    uint64_t reserved[2];
 };
 _Static_assert(sizeof(struct shm_store_worker) == 144, "shared layout");
 
@@ -61,6 +63,7 @@ struct shm_store {
     double link_latency_us;
     _Atomic uint64_t attaches, detaches, deaths, refused; /* sessions so far */
     _Atomic uint64_t heartbeat_ns; /* CLOCK_MONOTONIC, main loop, about once a second */
+    char device[128];              /* what links copy to, and why not CUDA; before state LOADING */
     uint64_t pad1[4];
     struct shm_store_worker worker[SHM_STORE_WORKERS];
 };

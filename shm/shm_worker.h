@@ -40,6 +40,14 @@
  * SHM_RESULT_CANCELLED. Only then does the worker set released_groups to the
  * stream's end.
  *
+ * On a CUDA device the ring is device memory, and the worker's streams wait
+ * for its own 32-bit flag there: the low half of what landed_groups will say,
+ * written by the copy engine (ATTACH names it). landed_groups follows later,
+ * when the issuer looks, and is for tools and for the worker's CPU.
+ * released_groups and the routing sets may be written by the device, which
+ * rings no bell: the issuer polls them while a stream runs. A worker's CPU
+ * still rings after it posts or cancels a stream.
+ *
  * Failure: done_seq = seq with result FAILED and error_text; landed_groups
  * stays where it is, so the worker looks at done_seq whenever it waits. It
  * sets released_groups to the stream's end before the next stream, as after a

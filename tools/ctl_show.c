@@ -204,6 +204,7 @@ static json_t *json_status(const struct ctl_snapshot *n)
     set_bool(arena, "pinned", atomic_load(&s->pinned) != 0);
     set_bool(arena, "huge_pages", atomic_load(&s->huge_pages) != 0);
     json_object_set_new(o, "arena", arena);
+    json_object_set_new(o, "device", text(s->device, sizeof s->device));
     json_t *load = json_object();
     json_object_set_new(load, "reader", text(s->reader, sizeof s->reader));
     set_int(load, "bytes_total", atomic_load(&s->load_total_bytes));
@@ -263,6 +264,7 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
            (uint64_t)atomic_load(&s->arena_generation), atomic_load(&s->pinned) ? "pinned" : "not pinned",
            atomic_load(&s->huge_pages) ? "huge pages" : "small pages", s->arena_path);
     print_load(s);
+    printf("device     %.128s\n", s->device);
     printf("stream     policy %s, order %s, depth %u, floor %u; link %s", ctl_policy(s->policy),
            ctl_order(s->order), s->depth, s->floor, s->link_gbps > 0 ? "paced to " : "unpaced\n");
     if (s->link_gbps > 0)

@@ -152,7 +152,7 @@ Test(proto, header_fields_are_checked)
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EBADMSG);
     r = attach_request(), r.header.version = 77;
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EPROTO);
-    cr_assert(strstr(err.text, "77") && strstr(err.text, "version 1"), "%s", err.text);
+    cr_assert(strstr(err.text, "77") && strstr(err.text, "version 2"), "%s", err.text);
     cr_assert_eq(prt_request_peek(&r, sizeof(r), PRT_VERSION, &h, &err), -EPROTO);
     cr_assert(h.epoch == 11 && h.id == 12, "an answer to another version cannot be addressed");
 }
@@ -181,10 +181,10 @@ Test(proto, replies)
     cr_assert_eq(prt_attach_reply_decode(&refusal, sizeof(refusal.header), &got, &err), -EBADMSG);
     /* a reply of another version: its own line, which names both */
     refusal.header.status = -EPROTO;
-    refusal.header.version = 2;
-    snprintf(refusal.header.error, sizeof(refusal.header.error), "version 1 was spoken to a version 2");
+    refusal.header.version = 1;
+    snprintf(refusal.header.error, sizeof(refusal.header.error), "version 2 was spoken to a version 1");
     cr_assert_eq(prt_attach_reply_decode(&refusal, sizeof(refusal.header), &got, &err), -EPROTO);
-    cr_assert_str_eq(err.text, "version 1 was spoken to a version 2");
+    cr_assert_str_eq(err.text, "version 2 was spoken to a version 1");
 }
 
 Test(proto, replay_table)

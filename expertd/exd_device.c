@@ -1,0 +1,169 @@
+/* SPDX-License-Identifier: MIT */
+#include "expertd/exd_device.h"
+
+#include "expertd/exd_log.h"
+#include "kernels/krn_register.h"
+#include "shm/shm_bell.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct exd_device {
+    enum exd_device_kind kind;
+    struct krn_cuda_device *gpu[EXD_DEVICES_MAX];
+    int gpus;
+    struct krn_register *registration;
+    char text[128]; /* as the store shows it */
+    char why[256];  /* no CUDA: the reason */
+};
+
+static void close_gpus(struct exd_device *d)
+{
+    krn_register_release(&d->registration);
+    while (d->gpus)
+        krn_cuda_device_close(&d->gpu[--d->gpus]);
+}
+
+static void be_host(struct exd_device *d, const char *why)
+{
+    close_gpus(d);
+    snprintf(d->why, sizeof(d->why), "%s", why);
+    snprintf(d->text, sizeof(d->text), "host (%.110s)", why);
+}
+
+static int open_gpu(struct exd_device *d, int ordinal, struct shm_error *err)
+{
+    uint64_t begin_ns = shm_now_ns();
+    struct krn_cuda_device *gpu;
+    int rc = krn_cuda_device_open(ordinal, &gpu, err);
+    if (rc < 0)
+        return rc;
+    if (!gpu->ipc || !gpu->memops || !gpu->host_register) {
+        rc = shm_error_set(err, ENOTSUP, "CUDA device %d (%s) cannot serve workers: it lacks %s", ordinal,
+                           gpu->name, gpu->missing);
+        krn_cuda_device_close(&gpu);
+        return rc;
+    }
+    d->gpu[d->gpus++] = gpu;
+    char text[160];
+    krn_cuda_device_describe(gpu, text, sizeof(text));
+    exd_log(EXD_LOG_INFO, "CUDA device %d: %s, opened in %.0f ms%s%s", ordinal, text,
+            (double)(shm_now_ns() - begin_ns) / 1e6, gpu->missing[0] ? "; lacks " : "", gpu->missing);
+    return 0;
+}
+
+static int open_gpus(struct exd_device *d, int ordinal, struct shm_error *err)
+{
+    int rc = krn_cuda_load(err);
+    if (rc < 0)
+        return rc;
+    if (ordinal >= 0)
+        return open_gpu(d, ordinal, err);
+    int count = krn_cuda_count();
+    for (int i = 0; i < count && i < EXD_DEVICES_MAX; i++) {
+        struct shm_error one = {0};
+        rc = open_gpu(d, i, &one);
+        if (rc < 0) { /* the others may do */
+            exd_log(EXD_LOG_WARNING, "%s", shm_error_text(&one));
+            *err = one;
+        }
+    }
+    return d->gpus ? 0 : rc;
+}
+
+int exd_device_open(enum exd_device_kind kind, int ordinal, struct exd_device **ret_device,
+                    struct shm_error *err)
+{
+    struct exd_device *d = calloc(1, sizeof(*d));
+    if (!d)
+        return shm_error_set(err, ENOMEM, "device: no memory");
+    d->kind = kind;
+    struct shm_error why = {0};
+    int rc = kind == EXD_DEVICE_HOST ? shm_error_set(&why, ENOTSUP, "expertd runs with --device host")
+                                     : open_gpus(d, ordinal, &why);
+    if (rc < 0 && kind == EXD_DEVICE_CUDA) {
+        close_gpus(d);
+        free(d);
+        return shm_error_set(err, rc, "--device cuda: %.400s", shm_error_text(&why));
+    }
+    if (rc < 0) {
+        be_host(d, kind == EXD_DEVICE_HOST ? "--device host" : shm_error_text(&why));
+        if (kind == EXD_DEVICE_AUTO)
+            exd_log(EXD_LOG_INFO, "--device auto: the host device: %s", shm_error_text(&why));
+    } else {
+        snprintf(d->text, sizeof(d->text), "CUDA: %d of %s, compute capability %d.%d, driver CUDA %d.%d",
+                 d->gpus, d->gpu[0]->name, d->gpu[0]->major, d->gpu[0]->minor, krn_cuda_version() / 1000,
+                 krn_cuda_version() % 1000 / 10);
+    }
+    *ret_device = d;
+    return 0;
+}
+
+static void on_piece(void *ctx, uint64_t done_bytes, uint64_t total_bytes)
+{
+    (void)ctx;
+    exd_log(EXD_LOG_DEBUG, "registered %.2f of %.2f GB with CUDA", (double)done_bytes / 1e9,
+            (double)total_bytes / 1e9);
+}
+
+int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena, void *base,
+                        const atomic_int *cancel, struct shm_error *err)
+{
+    if (!d->gpus)
+        return 0;
+    uint64_t begin_ns = shm_now_ns();
+    struct krn_register_config config = {.device = d->gpu[0],
+                                         .base = base,
+                                         .bytes = arena->mapped_bytes,
+                                         .cut = krn_register_arena_cut,
+                                         .cut_ctx = arena,
+                                         .progress = on_piece,
+                                         .cancel = cancel};
+    int rc = krn_register_memory(&config, &d->registration, err);
+    if (rc == 0) {
+        double seconds = (double)(shm_now_ns() - begin_ns) / 1e9;
+        exd_log(EXD_LOG_INFO, "registered %.2f GB with CUDA in %.3f s, %u pieces",
+                (double)arena->mapped_bytes / 1e9, seconds, krn_register_pieces(d->registration));
+        return 0;
+    }
+    if (rc == -ECANCELED || d->kind == EXD_DEVICE_CUDA)
+        return rc;
+    exd_log(EXD_LOG_WARNING, "--device auto: the host device: %s", shm_error_text(err));
+    be_host(d, shm_error_text(err));
+    *err = (struct shm_error){0};
+    return 0;
+}
+
+int exd_device_find(struct exd_device *d, const uint8_t uuid[16], struct krn_cuda_device **ret_gpu,
+                    struct shm_error *err)
+{
+    if (!d->gpus)
+        return shm_error_set(err, ENOTSUP, "ATTACH: device: this expertd serves the host device only: %s",
+                             d->why);
+    for (int i = 0; i < d->gpus; i++)
+        if (memcmp(d->gpu[i]->uuid, uuid, 16) == 0) {
+            *ret_gpu = d->gpu[i];
+            return 0;
+        }
+    return shm_error_set(err, ENODEV,
+                         "ATTACH: device_uuid: the worker's GPU is none of the %d that this expertd opened: "
+                         "start it with --device cuda",
+                         d->gpus);
+}
+
+const char *exd_device_text(const struct exd_device *device)
+{
+    return device->text;
+}
+
+void exd_device_close(struct exd_device **device)
+{
+    struct exd_device *d = *device;
+    if (!d)
+        return;
+    close_gpus(d);
+    free(d);
+    *device = NULL;
+}
