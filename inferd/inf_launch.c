@@ -76,8 +76,8 @@ static void name_after(const char *path, char ret_instance[PRT_INSTANCE_MAX + 1]
 static void find_program(char ret_path[PATH_MAX])
 {
     static const char *const beside[] = {"/expertd", "/../expertd/expertd"};
-    char self[PATH_MAX];
-    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 32);
+    char self[PATH_MAX - 32];
+    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
     if (n > 0) {
         self[n] = '\0';
         *strrchr(self, '/') = '\0';
