@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -188,15 +189,43 @@ static int wait_ready(const struct prt_paths *paths, int pipe_fd, pid_t pid, _At
     return shm_error_set(err, ECHILD, "expertd ended before it was ready: see %s", paths->log);
 }
 
+/* One launcher at a time per instance, so that two workers started together
+ * share one expertd: a lock on the instance's directory, gone with the process. */
+static int lock_launch(const struct prt_paths *paths, _Atomic bool *cancel, int *ret_fd,
+                       struct shm_error *err)
+{
+    int fd = open(paths->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return shm_error_set(err, errno, "%s cannot be opened: %s", paths->dir, strerror(errno));
+    while (flock(fd, LOCK_EX | LOCK_NB)) {
+        if (errno != EWOULDBLOCK && errno != EINTR) {
+            int rc = shm_error_set(err, errno, "%s cannot be locked: %s", paths->dir, strerror(errno));
+            close(fd);
+            return rc;
+        }
+        if (cancel && atomic_load(cancel)) {
+            close(fd);
+            return shm_error_set(err, ECANCELED, "cancelled");
+        }
+        poll(NULL, 0, 20); /* the other one is bounded by expertd's progress */
+    }
+    *ret_fd = fd;
+    return 0;
+}
+
 static int start(const char *runtime_dir, const char *instance, const char *path, bool quiet,
                  _Atomic bool *cancel, struct shm_error *err)
 {
     struct prt_paths paths;
-    int pipe_fd = -1;
+    int pipe_fd = -1, lock_fd = -1;
     pid_t pid = 0;
     int rc = prt_paths_make(runtime_dir, instance, &paths, err);
-    if (rc || (rc = prt_paths_create(&paths, err)) || (rc = spawn(&paths, path, &pipe_fd, &pid, err)))
+    if (rc || (rc = prt_paths_create(&paths, err)) || (rc = lock_launch(&paths, cancel, &lock_fd, err)))
         return rc;
+    if (look(runtime_dir, instance, path) == SERVES_IT)
+        goto out; /* somebody else started it meanwhile */
+    if ((rc = spawn(&paths, path, &pipe_fd, &pid, err)))
+        goto out;
     if (!quiet)
         fprintf(stderr,
                 "inferd: started expertd (process %d, instance %s) on %s; 'expertctl stop --instance %s' "
@@ -205,6 +234,8 @@ static int start(const char *runtime_dir, const char *instance, const char *path
                 (int)pid, instance, path, instance, paths.log);
     rc = wait_ready(&paths, pipe_fd, pid, cancel, err);
     close(pipe_fd);
+out:
+    close(lock_fd);
     return rc;
 }
 

@@ -65,6 +65,20 @@ def test_model_option_starts_expertd_and_finds_it_again(world, tmp_path):
             world.ctl("stop", check=False, instance=name)
 
 
+def test_workers_started_together_share_one_expertd(world):
+    options = ["run", "--runtime-dir", world.runtime, "--prompt", "Once upon a time", "--raw", "-n", "5",
+               "--temperature", "0", "--model", STORY]
+    workers = [subprocess.Popen([INFERD, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+               for _ in range(4)]
+    try:
+        results = [(w.communicate(timeout=60), w.returncode) for w in workers]
+        assert all(code == 0 for _, code in results), results
+        assert len({out for (out, _), _ in results}) == 1
+        assert sum("started expertd" in err for (_, err), _ in results) == 1, results
+    finally:
+        world.ctl("stop", check=False)
+
+
 def test_model_option_with_a_bad_file_is_one_line(world, tmp_path):
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"no model")
