@@ -195,6 +195,7 @@ static int call(const struct parsed *p, struct shm_error *err)
     prt_client_close(&client);
     if (rc)
         return rc == -EPROTO ? CTL_EXIT_VERSION : CTL_EXIT_PROBLEM;
+    *err = (struct shm_error){0}; /* that it ended before it had answered is no failure of a stop */
     if (p->options.json)
         printf("{\"%s\": true}\n", p->command->name);
     return CTL_EXIT_OK;
