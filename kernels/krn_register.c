@@ -41,6 +41,8 @@ static bool clean(const struct shm_arena_view *v, uint64_t at)
 uint64_t krn_register_arena_cut(const void *ctx, uint64_t begin, uint64_t limit)
 {
     const struct shm_arena_view *v = ctx;
+    if (limit >= v->mapped_bytes)
+        return v->mapped_bytes;
     uint64_t last = limit / PAGE * PAGE;
     for (uint64_t at = last; at > begin; at -= PAGE)
         if (clean(v, at))
