@@ -11,11 +11,12 @@
 #include <string.h>
 #include <unistd.h>
 
-_Atomic bool inf_cancel;
+_Atomic bool inf_cancel, inf_terminate;
 
 static void on_signal(int sig)
 {
-    (void)sig;
+    if (sig == SIGTERM)
+        atomic_store(&inf_terminate, true);
     if (atomic_exchange(&inf_cancel, true))
         _exit(130); /* asked twice */
 }

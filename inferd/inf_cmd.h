@@ -13,8 +13,10 @@ int inf_cmd_chat(int argc, char **argv);
 int inf_cmd_logits(int argc, char **argv);
 int inf_cmd_tokenize(int argc, char **argv);
 
-/* Set by SIGINT (and SIGTERM); a second signal while it is set ends the process. */
+/* Set by SIGINT and SIGTERM; a second signal while it is set ends the process. */
 extern _Atomic bool inf_cancel;
+/* Set by SIGTERM: a chat ends, too, once its answer is cut. */
+extern _Atomic bool inf_terminate;
 void inf_cancel_install(void);
 
 /* --model, then the engine. Prints the line on errors. */

@@ -4,6 +4,7 @@
 #include "inferd/inf_turn.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,7 +76,9 @@ static ssize_t ask(struct chat *c, char **line, size_t *cap)
             fflush(stdout);
         }
         clearerr(stdin);
-        ssize_t n = getline(line, cap, stdin);
+        ssize_t n = atomic_load(&inf_terminate) ? -1 : getline(line, cap, stdin);
+        if (atomic_load(&inf_terminate))
+            return -1;
         if (n < 0 && atomic_load(&inf_cancel) && !feof(stdin)) {
             if (!c->terminal)
                 return -1;
@@ -115,6 +118,8 @@ static int talk(struct chat *c)
             break;
     }
     free(line);
+    if (atomic_load(&inf_terminate))
+        return 128 + SIGTERM;
     return status == 130 ? 0 : status; /* cancelling a turn is no failure */
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_cmd.h"
 
+#include <errno.h>
 #include <stdio.h>
 
 /* Text to token ids, as `run` would read it. One JSON array. */
@@ -23,6 +24,8 @@ int inf_cmd_tokenize(int argc, char **argv)
         for (size_t i = 0; i < ids.n; i++)
             printf("%s%d", i ? "," : "", ids.ids[i]);
         fputs("]\n", stdout);
+        if (fflush(stdout) || ferror(stdout))
+            rc = shm_error_set(&err, EIO, "standard output cannot be written");
     }
     status = rc ? inf_cmd_fail(rc, &err) : 0;
     inf_ids_clear(&ids);

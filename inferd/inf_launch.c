@@ -19,7 +19,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define STALL_NS UINT64_C(120000000000) /* a start without progress */
+#define STALL_NS   UINT64_C(120000000000) /* a start without progress */
+#define LOCK_NS    UINT64_C(60000000000)  /* another inferd starts an expertd */
+#define VISIBLE_NS UINT64_C(10000000000)  /* from spawn to the store segment */
 
 extern char **environ;
 
@@ -151,6 +153,44 @@ static uint64_t loaded_bytes(const struct prt_paths *paths)
     return bytes;
 }
 
+/* One launcher of a runtime directory looks and starts at a time, so that two that come at once for one file
+ * end up with one expertd. The lock is the directory's own and ends with the process. */
+static int lock_launches(const struct prt_paths *paths, _Atomic bool *cancel, int *ret_fd,
+                         struct shm_error *err)
+{
+    char dir[PRT_PATH_BYTES + 16];
+    snprintf(dir, sizeof dir, "%s/expertd", paths->runtime);
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return shm_error_set(err, errno, "%s: %s", dir, strerror(errno));
+    uint64_t deadline_ns = shm_now_ns() + LOCK_NS;
+    while (flock(fd, LOCK_EX | LOCK_NB)) {
+        int rc = errno == EWOULDBLOCK || errno == EINTR ? 0 : errno;
+        if (!rc && cancel && atomic_load(cancel))
+            rc = ECANCELED;
+        if (!rc && shm_now_ns() > deadline_ns)
+            rc = ETIMEDOUT;
+        if (rc) {
+            close(fd);
+            return shm_error_set(err, rc, "waiting for another inferd that starts an expertd in %s: %s", dir,
+                                 strerror(rc));
+        }
+        poll(NULL, 0, 10);
+    }
+    *ret_fd = fd;
+    return 0;
+}
+
+/* Until the started expertd can be found by others, or says that it failed. */
+static void wait_visible(const struct prt_paths *paths, const char *path, int pipe_fd, _Atomic bool *cancel)
+{
+    uint64_t deadline_ns = shm_now_ns() + VISIBLE_NS;
+    struct pollfd p = {.fd = pipe_fd, .events = POLLIN};
+    while (shm_now_ns() < deadline_ns && !(cancel && atomic_load(cancel)) && poll(&p, 1, 5) == 0)
+        if (look(paths->runtime, paths->instance, path) != NOBODY)
+            return;
+}
+
 /* Waits for "ready" (or "error: ...") on the pipe. */
 static int wait_ready(const struct prt_paths *paths, int pipe_fd, pid_t pid, _Atomic bool *cancel,
                       struct shm_error *err)
@@ -189,54 +229,54 @@ static int wait_ready(const struct prt_paths *paths, int pipe_fd, pid_t pid, _At
     return shm_error_set(err, ECHILD, "expertd ended before it was ready: see %s", paths->log);
 }
 
-/* One launcher at a time per instance, so that two workers started together
- * share one expertd: a lock on the instance's directory, gone with the process. */
-static int lock_launch(const struct prt_paths *paths, _Atomic bool *cancel, int *ret_fd,
-                       struct shm_error *err)
+/* Starts expertd as paths->instance. *lock_fd is given up as soon as the new one can be found. */
+static int start(const struct prt_paths *paths, const char *path, bool quiet, _Atomic bool *cancel,
+                 int *lock_fd, struct shm_error *err)
 {
-    int fd = open(paths->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0)
-        return shm_error_set(err, errno, "%s cannot be opened: %s", paths->dir, strerror(errno));
-    while (flock(fd, LOCK_EX | LOCK_NB)) {
-        if (errno != EWOULDBLOCK && errno != EINTR) {
-            int rc = shm_error_set(err, errno, "%s cannot be locked: %s", paths->dir, strerror(errno));
-            close(fd);
-            return rc;
-        }
-        if (cancel && atomic_load(cancel)) {
-            close(fd);
-            return shm_error_set(err, ECANCELED, "cancelled");
-        }
-        poll(NULL, 0, 20); /* the other one is bounded by expertd's progress */
-    }
-    *ret_fd = fd;
-    return 0;
-}
-
-static int start(const char *runtime_dir, const char *instance, const char *path, bool quiet,
-                 _Atomic bool *cancel, struct shm_error *err)
-{
-    struct prt_paths paths;
-    int pipe_fd = -1, lock_fd = -1;
+    int pipe_fd = -1;
     pid_t pid = 0;
-    int rc = prt_paths_make(runtime_dir, instance, &paths, err);
-    if (rc || (rc = prt_paths_create(&paths, err)) || (rc = lock_launch(&paths, cancel, &lock_fd, err)))
+    int rc = prt_paths_create(paths, err);
+    if (rc || (rc = spawn(paths, path, &pipe_fd, &pid, err)))
         return rc;
-    if (look(runtime_dir, instance, path) == SERVES_IT)
-        goto out; /* somebody else started it meanwhile */
-    if ((rc = spawn(&paths, path, &pipe_fd, &pid, err)))
-        goto out;
     if (!quiet)
         fprintf(stderr,
                 "inferd: started expertd (process %d, instance %s) on %s; 'expertctl stop --instance %s' "
                 "ends it, "
                 "its log is %s\n",
-                (int)pid, instance, path, instance, paths.log);
-    rc = wait_ready(&paths, pipe_fd, pid, cancel, err);
+                (int)pid, paths->instance, path, paths->instance, paths->log);
+    wait_visible(paths, path, pipe_fd, cancel);
+    close(*lock_fd);
+    *lock_fd = -1;
+    rc = wait_ready(paths, pipe_fd, pid, cancel, err);
     close(pipe_fd);
-out:
-    close(lock_fd);
-    return rc;
+    /* One that was started by hand at the same moment serves as well. */
+    return rc == -ECHILD && look(paths->runtime, paths->instance, path) == SERVES_IT ? 0 : rc;
+}
+
+/* Who serves path, else the instance to start for it. */
+static int choose(const char *runtime_dir, const char *instance, const char *path,
+                  char ret_instance[PRT_INSTANCE_MAX + 1], enum found *ret_found, struct shm_error *err)
+{
+    if (instance) {
+        int rc = prt_path_check_instance(instance, err);
+        if (rc)
+            return rc;
+        snprintf(ret_instance, PRT_INSTANCE_MAX + 1, "%s", instance);
+    } else {
+        if (scan(runtime_dir, path, ret_instance)) {
+            *ret_found = SERVES_IT;
+            return 0;
+        }
+        snprintf(ret_instance, PRT_INSTANCE_MAX + 1, "%s", PRT_INSTANCE_DEFAULT);
+        if (look(runtime_dir, ret_instance, path) == SERVES_OTHER)
+            name_after(path, ret_instance);
+    }
+    *ret_found = look(runtime_dir, ret_instance, path);
+    if (*ret_found == SERVES_OTHER)
+        return shm_error_set(
+            err, EADDRINUSE,
+            "instance %s of expertd serves another file: stop it or choose another --instance", ret_instance);
+    return 0;
 }
 
 int inf_launch(const char *runtime_dir, const char *instance, const char *model_path, bool quiet,
@@ -245,25 +285,25 @@ int inf_launch(const char *runtime_dir, const char *instance, const char *model_
     char path[PATH_MAX], name[PRT_INSTANCE_MAX + 1];
     if (!realpath(model_path, path))
         return shm_error_set(err, errno, "model file %s: %s", model_path, strerror(errno));
-    int rc;
-    if (instance) {
-        if ((rc = prt_path_check_instance(instance, err)))
-            return rc;
-        snprintf(name, sizeof name, "%s", instance);
-    } else {
-        if (scan(runtime_dir, path, ret_instance))
-            return 0;
-        snprintf(name, sizeof name, "%s", PRT_INSTANCE_DEFAULT);
-        if (look(runtime_dir, name, path) == SERVES_OTHER)
-            name_after(path, name);
-    }
-    enum found found = look(runtime_dir, name, path);
-    if (found == SERVES_OTHER)
-        return shm_error_set(
-            err, EADDRINUSE,
-            "instance %s of expertd serves another file: stop it or choose another --instance", name);
-    if (found == NOBODY && (rc = start(runtime_dir, name, path, quiet, cancel, err)))
+    enum found found;
+    struct prt_paths paths;
+    int lock_fd = -1;
+    int rc = choose(runtime_dir, instance, path, name, &found, err);
+    if (rc)
         return rc;
+    if (found == NOBODY) {
+        /* Looked without the lock, for most find somebody; once more with it. */
+        if ((rc = prt_paths_make(runtime_dir, name, &paths, err)) || (rc = prt_paths_create(&paths, err)) ||
+            (rc = lock_launches(&paths, cancel, &lock_fd, err)) ||
+            (rc = choose(runtime_dir, instance, path, name, &found, err)))
+            goto out;
+        if (found == NOBODY && ((rc = prt_paths_make(runtime_dir, name, &paths, err)) ||
+                                (rc = start(&paths, path, quiet, cancel, &lock_fd, err))))
+            goto out;
+    }
     memcpy(ret_instance, name, sizeof name);
-    return 0;
+out:
+    if (lock_fd >= 0)
+        close(lock_fd);
+    return rc;
 }

@@ -22,6 +22,11 @@ struct inf_sampler {
     int32_t *window;         /* ring of the last accepted ids */
     uint32_t window_size, window_n, window_at;
     uint32_t *seen; /* n_vocab: how often in the window */
+    struct {
+        uint64_t random[4];
+        int32_t *window;
+        uint32_t window_n, window_at;
+    } mark;
 };
 
 void inf_sampler_params_default(struct inf_sampler_params *params)
@@ -95,13 +100,15 @@ int inf_sampler_create(const struct inf_sampler_params *params, uint32_t n_vocab
         s->cands = calloc(n_vocab, sizeof *s->cands);
         s->weights = calloc(n_vocab, sizeof *s->weights);
         s->window = calloc((size_t)s->window_size + 1, sizeof *s->window);
+        s->mark.window = calloc((size_t)s->window_size + 1, sizeof *s->mark.window);
         s->seen = calloc(n_vocab, sizeof *s->seen);
     }
-    if (!s || !s->cands || !s->weights || !s->window || !s->seen) {
+    if (!s || !s->cands || !s->weights || !s->window || !s->mark.window || !s->seen) {
         inf_sampler_destroy(&s);
         return shm_error_set(err, ENOMEM, "sampler: no memory for %u logits; free some", n_vocab);
     }
     random_seed(s->random, params->seed);
+    inf_sampler_mark(s);
     *ret_sampler = s;
     return 0;
 }
@@ -112,6 +119,7 @@ void inf_sampler_destroy(struct inf_sampler **sampler)
     if (!s)
         return;
     free(s->seen);
+    free(s->mark.window);
     free(s->window);
     free(s->weights);
     free(s->cands);
@@ -137,6 +145,25 @@ void inf_sampler_reset(struct inf_sampler *s, uint64_t seed)
     memset(s->seen, 0, s->n_vocab * sizeof *s->seen);
     s->window_n = s->window_at = 0;
     random_seed(s->random, seed);
+}
+
+void inf_sampler_mark(struct inf_sampler *s)
+{
+    memcpy(s->mark.random, s->random, sizeof s->random);
+    memcpy(s->mark.window, s->window, s->window_n * sizeof *s->window);
+    s->mark.window_n = s->window_n;
+    s->mark.window_at = s->window_at;
+}
+
+void inf_sampler_rewind(struct inf_sampler *s)
+{
+    memcpy(s->random, s->mark.random, sizeof s->random);
+    memcpy(s->window, s->mark.window, s->mark.window_n * sizeof *s->window);
+    s->window_n = s->mark.window_n;
+    s->window_at = s->mark.window_at;
+    memset(s->seen, 0, s->n_vocab * sizeof *s->seen);
+    for (uint32_t i = 0; i < s->window_n; i++)
+        s->seen[s->window[i]]++;
 }
 
 static float penalized(const struct inf_sampler *s, float logit, uint32_t id)

@@ -56,6 +56,11 @@ void inf_sampler_accept(struct inf_sampler *sampler, int32_t id);
  * greatest float). */
 int32_t inf_sampler_next(struct inf_sampler *sampler, const float *logits);
 
+/* Remembers window and generator; rewind goes back there, as often as wanted. For turns that fail half-way:
+ * the next one must not depend on them. Before the first mark, rewind goes back to the start. */
+void inf_sampler_mark(struct inf_sampler *sampler);
+void inf_sampler_rewind(struct inf_sampler *sampler);
+
 /* Empties the window and seeds the generator again. */
 void inf_sampler_reset(struct inf_sampler *sampler, uint64_t seed);
 

@@ -166,6 +166,7 @@ int inf_turn_run(struct inf_talk *t, const int32_t *ids, size_t n, struct inf_tu
     struct running r = {.talk = t, .turn = &turn, .progress = !o->json && !o->quiet && isatty(STDERR_FILENO)};
     const uint32_t before = t->conversation->n;
     const int32_t pending = t->pending;
+    inf_sampler_mark(t->sampler);
     uint64_t start_ns = shm_now_ns();
     int rc = -ENOMEM;
     r.text = open_memstream(&turn.text, &turn.text_bytes);
@@ -185,6 +186,7 @@ out:
     if (rc) {
         inf_conversation_truncate(t->conversation, before);
         t->pending = pending;
+        inf_sampler_rewind(t->sampler);
         inf_turn_clear(&turn);
         return rc;
     }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_cmd.h"
+#include "proto/prt_file.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -25,6 +26,7 @@ static void usage(FILE *f)
 
 int main(int argc, char **argv)
 {
+    prt_file_standard();
     if (argc < 2) {
         usage(stderr);
         return 2;

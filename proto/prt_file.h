@@ -50,6 +50,12 @@ int prt_process_uid(pid_t pid, uid_t *ret_uid);
 /* A pidfd of that very process (readable when it ends), close-on-exec. 0, -ESRCH, or another errno. */
 int prt_pidfd_open(pid_t pid, uint64_t start, int *ret_fd);
 
+/* Makes sure that descriptors 0, 1 and 2 are taken, before anything else is opened: a program started with
+ * one of them closed would otherwise get a segment or an arena under that number, and its output would go
+ * there. What was closed stays useless: reading 0, writing 1 or 2 gives EBADF. Does nothing when all are
+ * open. */
+void prt_file_standard(void);
+
 /* Not zero, not seen before: for epochs. */
 uint64_t prt_random_epoch(void);
 

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "tools/bench.h"
 
+#include "proto/prt_file.h"
+
 #include <argp.h>
 #include <errno.h>
 #include <signal.h>
@@ -193,6 +195,7 @@ static int run_pairs(const struct bench_options *o, struct bench_results *r, str
 
 int main(int argc, char **argv)
 {
+    prt_file_standard();
     static const struct argp argp = {options, parse, "[SETTING...]", doc, NULL, NULL, NULL};
     struct bench_options o = {.pairs = 5};
     argp_parse(&argp, argc, argv, 0, NULL, &o);
@@ -211,6 +214,10 @@ int main(int argc, char **argv)
     } else {
         (o.json ? bench_print_json : bench_print_table)(r);
         status = bench_same_bits(r) ? 0 : 1;
+        if (fflush(stdout) || ferror(stdout)) {
+            fprintf(stderr, "expert-bench: standard output cannot be written\n");
+            status = 2;
+        }
     }
     bench_own_stop(&own);
     free(r);

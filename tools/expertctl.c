@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "tools/ctl.h"
 
+#include "proto/prt_file.h"
+
 #include <argp.h>
 #include <errno.h>
 #include <signal.h>
@@ -203,11 +205,14 @@ static int call(const struct parsed *p, struct shm_error *err)
 
 int main(int argc, char **argv)
 {
+    prt_file_standard();
     static const struct argp argp = {options, parse, "COMMAND", doc, NULL, NULL, NULL};
     struct parsed p = {.options = {.count = 16, .deadline_s = 10}};
     argp_parse(&argp, argc, argv, 0, NULL, &p);
     struct shm_error err = {0};
     int status = p.command->show ? show(&p, &err) : call(&p, &err);
+    if (!err.code && (fflush(stdout) || ferror(stdout)))
+        status = CTL_EXIT_PROBLEM, shm_error_set(&err, EIO, "standard output cannot be written");
     if (err.code)
         fprintf(stderr, "expertctl: %s\n", shm_error_text(&err));
     return status;

@@ -3,6 +3,7 @@
  * mkmodel: writes a synthetic but loadable mixture-of-experts GGUF of a given
  * shape. Command line only; the work is in mkm_*.c.
  */
+#include "proto/prt_file.h"
 #include "tools/mkm_model.h"
 
 #include <argp.h>
@@ -328,6 +329,7 @@ static void print_written(const struct args *a, const struct mkm_written *w)
 
 int main(int argc, char **argv)
 {
+    prt_file_standard();
     struct args a = {.preset = "tiny"};
     struct shm_error err = {0};
     struct mkm_simulation sim;

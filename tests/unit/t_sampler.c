@@ -250,3 +250,31 @@ Test(sampler, bad_parameters_are_refused)
     inf_sampler_destroy(&s);
     inf_sampler_destroy(NULL);
 }
+
+/* A turn that fails half-way leaves no trace in what the next ones draw. */
+Test(sampler, rewind_forgets_a_failed_turn)
+{
+    struct inf_sampler_params p = plain;
+    p.repeat_penalty = 1.5f;
+    p.repeat_last_n = 5;
+    float logits[50];
+    for (int i = 0; i < 50; i++)
+        logits[i] = (float)(i % 7);
+    struct inf_sampler *s = make(p, 50);
+    for (int turn = 0; turn < 4; turn++) { /* the window: empty, part-filled, full, wrapped */
+        int32_t first[20];
+        inf_sampler_mark(s);
+        for (int i = 0; i < 20; i++)
+            inf_sampler_accept(s, first[i] = inf_sampler_next(s, logits));
+        inf_sampler_rewind(s);
+        for (int i = 0; i < 20; i++) {
+            int32_t id = inf_sampler_next(s, logits);
+            cr_assert_eq(id, first[i], "turn %d, token %d: %d, was %d", turn, i, id, first[i]);
+            inf_sampler_accept(s, id);
+        }
+        inf_sampler_rewind(s);
+        for (int i = 0; i < 2 + turn; i++)
+            inf_sampler_accept(s, i);
+    }
+    inf_sampler_destroy(&s);
+}
