@@ -17,6 +17,8 @@ static int compare(const void *a, const void *b)
 
 static struct spread spread_of(double *values, uint32_t n)
 {
+    if (!n)
+        return (struct spread){0};
     qsort(values, n, sizeof *values, compare);
     double median = n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
     return (struct spread){values[0], median, values[n - 1]};
@@ -54,7 +56,7 @@ static double peak_gbps(const struct bench_results *r)
 
 static struct summary summarize(const struct bench_results *r, uint32_t arm, double peak)
 {
-    double time[BENCH_PAIRS_MAX], ratio[BENCH_PAIRS_MAX];
+    double time[BENCH_PAIRS_MAX] = {0}, ratio[BENCH_PAIRS_MAX] = {0};
     for (uint32_t p = 0; p < r->pairs; p++) {
         time[p] = r->arm[arm][p].read_ms;
         ratio[p] = r->base[arm][p].read_ms / r->arm[arm][p].read_ms;
