@@ -7,22 +7,20 @@
  *
  *     g_daemon EXPERTD MODEL      exit 77 without a driver
  */
-#include "kernels/krn_cuda.h"
-#include "proto/prt_file.h"
 #include "shm/shm_bell.h"
-#include "tests/unit/daemon_kit.h"
+#include "tests/gpu/g_worker.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <time.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
-#define SLOT_MIN 32768u
-#define RING     12u
+#define RING 12u
 
 static int failures;
 #define CHECK(what, ...)                                                                                     \
@@ -34,71 +32,6 @@ static int failures;
             fputc('\n', stderr);                                                                             \
         }                                                                                                    \
     } while (0)
-
-struct worker {
-    struct kit *kit;
-    struct kit_worker w;
-    struct krn_cuda_device *device;
-    krn_cuda_ptr ring, flag;
-    void *stream;
-    struct shm_arena_view arena;
-    uint8_t *slot; /* copy of one */
-    uint64_t session, seq, group_base, wrong;
-};
-
-static void worker_memory(struct worker *k)
-{
-    uint64_t bytes = RING * k->w.request.slot_bytes;
-    uint64_t whole = (bytes + (4u << 20)) >> 21 << 21;
-    CHECK(KRN_CUDA(mem_alloc, &k->ring, whole) == 0 && KRN_CUDA(stream_create, &k->stream, 1) == 0 &&
-              KRN_CUDA(memset_8_async, k->ring, 0xdb, whole, k->stream) == 0 &&
-              KRN_CUDA(stream_synchronize, k->stream) == 0,
-          "%s", krn_cuda_detail()->name);
-    k->w.request.flag_offset = bytes;
-    k->flag = k->ring + bytes;
-    struct krn_cuda_ipc handle = {{0}};
-    CHECK(KRN_CUDA(ipc_get, &handle, k->ring) == 0, "%s", krn_cuda_detail()->name);
-    memcpy(k->w.request.ring_handle, handle.bytes, sizeof(handle.bytes));
-    memcpy(k->w.request.device_uuid, k->device->uuid, 16);
-    k->w.request.device = PRT_DEVICE_CUDA;
-    k->w.request.ring_fd = 0;
-    k->slot = malloc(k->w.request.slot_bytes);
-}
-
-/* Segments and ring, right in everything. */
-static void worker_make(struct worker *k, struct kit *kit, struct krn_cuda_device *device)
-{
-    *k = (struct worker){.kit = kit, .device = device};
-    kit_worker_make(kit, RING, &k->w);
-    if (k->w.request.slot_bytes < SLOT_MIN)
-        k->w.request.slot_bytes = k->w.view.worker->geometry.slot_bytes = SLOT_MIN;
-    void *base;
-    uint64_t bytes;
-    struct shm_error err = {0};
-    CHECK(prt_file_map_path(prt_client_store(kit->client)->arena_path, sizeof(struct shm_arena), false, &base,
-                            &bytes, &err) == 0 &&
-              shm_arena_open(base, bytes, "arena", &k->arena, &err) == 0,
-          "%s", err.text);
-    worker_memory(k);
-}
-
-static void worker_free(struct worker *k)
-{
-    krn_cuda.stream_destroy(k->stream);
-    krn_cuda.mem_free(k->ring);
-    munmap((void *)(uintptr_t)k->arena.base, k->arena.mapped_bytes);
-    free(k->slot);
-    kit_worker_free(&k->w);
-}
-
-static int worker_attach(struct worker *k, struct shm_error *err)
-{
-    struct prt_attach_reply reply;
-    int rc = prt_client_attach(k->kit->client, &k->w.request, &reply, err);
-    if (rc == 0)
-        k->session = reply.session;
-    return rc;
-}
 
 /* Token counts of a layer: some experts get none. */
 static uint32_t tokens_of(uint64_t seq, uint32_t layer, uint32_t expert)
@@ -195,7 +128,7 @@ static void test_streams(struct kit *kit, struct krn_cuda_device *device)
 {
     struct worker k;
     struct shm_error err = {0};
-    worker_make(&k, kit, device);
+    worker_make(&k, kit, device, RING);
     CHECK(worker_attach(&k, &err) == 0, "%s", err.text);
     for (uint32_t order = SHM_ORDER_INDEX; order <= SHM_ORDER_RECENT; order++)
         for (uint32_t depth = 1; depth <= 16; depth *= 4) {
@@ -240,7 +173,7 @@ static void refused(struct worker *k, const char *what, int rc, const char *word
 static void test_refusals(struct kit *kit, struct krn_cuda_device *device)
 {
     struct worker k;
-    worker_make(&k, kit, device);
+    worker_make(&k, kit, device, RING);
     struct prt_attach_request good = k.w.request;
     k.w.request.ring_handle[0] ^= 0xff, k.w.request.ring_handle[9] ^= 0xff;
     memset(k.w.request.ring_handle, 0x5a, 40);
@@ -278,7 +211,7 @@ static void test_coming_and_going(struct kit *kit, struct krn_cuda_device *devic
     for (int i = 0; i < 12; i++) {
         struct worker k;
         struct shm_error err = {0};
-        worker_make(&k, kit, device);
+        worker_make(&k, kit, device, RING);
         CHECK(worker_attach(&k, &err) == 0, "%s", err.text);
         run_stream(&k, SHM_POLICY_ROUTED);
         CHECK(prt_client_detach(kit->client, k.session, &err) == 0, "%s", err.text);
@@ -289,6 +222,71 @@ static void test_coming_and_going(struct kit *kit, struct krn_cuda_device *devic
         }
     }
     CHECK(kit_until(as_before, &h, 5000), "expertd holds more than before");
+}
+
+/* A process that attaches, posts a stream and reads nothing: killed while the issuer copies. */
+static int victim_main(char **argv)
+{
+    struct kit k = {.expertd = argv[2]};
+    struct worker w;
+    struct krn_cuda_device *device;
+    struct shm_error err = {0};
+    snprintf(k.runtime, sizeof(k.runtime), "%s", argv[3]);
+    if (krn_cuda_device_open(0, &device, &err) < 0 ||
+        prt_client_open(k.runtime, NULL, 0, &k.client, &err) < 0)
+        return 1;
+    worker_make(&w, &k, device, 48);
+    if (worker_attach(&w, &err) < 0)
+        return 1;
+    for (uint32_t l = 0; l < w.w.layout.geometry.layers; l++)
+        publish(&w, l);
+    w.seq = 1;
+    kit_worker_post(&w.w, 1, 2048);
+    if (write(1, "r", 1) != 1)
+        return 1;
+    for (;;)
+        pause();
+}
+
+static bool nobody(void *ctx)
+{
+    return kit_workers(ctx) == 0;
+}
+
+static void test_worker_killed(struct kit *kit, int rounds)
+{
+    size_t before = 0, after = 0, total;
+    CHECK(KRN_CUDA(memory_info, &before, &total) == 0, "memory");
+    struct held h = {.kit = kit};
+    for (int i = 0; i < rounds; i++) {
+        int out[2];
+        char ready = 0;
+        if (i == 1)
+            h.before = kit_holds(kit->pid);
+        CHECK(pipe2(out, O_CLOEXEC) == 0, "pipe");
+        pid_t pid = fork();
+        if (pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            dup2(out[1], 1);
+            execl("/proc/self/exe", "g_daemon", "--victim", kit->expertd, kit->runtime, (char *)NULL);
+            _exit(127);
+        }
+        close(out[1]);
+        CHECK(read(out[0], &ready, 1) == 1 && ready == 'r', "the victim did not start");
+        close(out[0]);
+        usleep((useconds_t)(i % 5) * 300);
+        kill(pid, SIGKILL);
+        waitpid(pid, NULL, 0);
+        CHECK(kit_until(nobody, kit, 5000), "its session stays");
+    }
+    CHECK(kit_until(as_before, &h, 5000), "expertd holds more than before");
+    for (int i = 0; i < 100 && after + (64u << 20) < before; i++) {
+        usleep(20000);
+        CHECK(KRN_CUDA(memory_info, &after, &total) == 0, "memory");
+    }
+    CHECK(after + (64u << 20) >= before, "device memory: %zu free before, %zu after", before, after);
+    printf("worker killed -9 in mid-stream, %d times: sessions gone, device memory %+.1f MB\n", rounds,
+           ((double)after - (double)before) / 1e6);
 }
 
 /* ---- the fake driver's log ---- */
@@ -314,7 +312,7 @@ static void check_log(const char *path, pid_t expertd)
                   strncmp(call, "cuMemcpyDtoD", 12) && strncmp(call, "cuModule", 8) &&
                   strcmp(call, "cuMemcpyDtoHAsync") && strcmp(call, "cuEventRecord"),
               "expertd called %s", call);
-        CHECK(!copy || bytes >= SLOT_MIN, "a copy of %llu bytes", bytes);
+        CHECK(!copy || bytes >= KRN_CUDA_COPY_MIN, "a copy of %llu bytes", bytes);
         CHECK(!memop || used[stream], "%s is the first operation of its stream", call);
         /* registration holds up every copy: all of it before the first link */
         CHECK(strcmp(call, "cuMemHostRegister") || !opens, "a registration while serving");
@@ -343,6 +341,8 @@ int main(int argc, char **argv)
 {
     if (argc < 3)
         return 2;
+    if (argc == 4 && strcmp(argv[1], "--victim") == 0)
+        return victim_main(argv);
     struct shm_error err = {0};
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (krn_cuda_load(&err) < 0) {
@@ -350,10 +350,8 @@ int main(int argc, char **argv)
         return 77;
     }
     bool fake = getenv(KRN_CUDA_LIBRARY_ENV) != NULL;
-    struct kit k = {.expertd = argv[1], .model = argv[2]};
-    /* the arena must lie on tmpfs: mappings of other files can't be registered for writing */
-    snprintf(k.runtime, sizeof(k.runtime), "/dev/shm/exd-test-%d-XXXXXX", (int)getpid());
-    CHECK(mkdtemp(k.runtime) != NULL, "mkdtemp");
+    struct kit k;
+    worker_kit(&k, argv[1], argv[2]);
     char log[96];
     snprintf(log, sizeof(log), "%s/fakecuda.log", k.runtime);
     if (fake)
@@ -375,6 +373,7 @@ int main(int argc, char **argv)
         test_streams(&k, device);
         test_refusals(&k, device);
         test_coming_and_going(&k, device);
+        test_worker_killed(&k, fake ? 6 : 20);
         CHECK(kit_logged(&k, "registered") && kit_logged(&k, "a flag write takes"), "log lines");
         CHECK(prt_client_stop(k.client, 100, true, &err) == 0, "%s", err.text);
         CHECK(kit_wait(&k, 10000) == 0, "exit status");
