@@ -27,6 +27,7 @@
 static int failures;
 static bool small, kernels;
 static struct krn_cuda_device *device;
+static uint64_t poll_ns;
 static uint8_t *source;
 static uint64_t source_bytes, blob_bytes, blobs, slots;
 static const char *self_name;
@@ -111,6 +112,7 @@ static struct krn_link *open_link(struct owner *o, uint32_t batch)
                                           .source = source,
                                           .source_bytes = source_bytes,
                                           .batch = batch,
+                                          .poll_ns = poll_ns,
                                           .name = "test",
                                           .note = on_note};
     struct shm_error err = {0};
@@ -183,7 +185,7 @@ static double throughput(struct owner *o, uint32_t batch, uint64_t n, uint64_t w
     for (uint64_t i = 0; i < n; i++) {
         while (i - (krn_link_landed(link) - base) >= window) {
             krn_link_flush(link);
-            nap_us(20);
+            nap_us((long)(link->poll_ns / 1000));
         }
         if (put(link, i, batch > 1) < 0)
             break;
@@ -419,6 +421,13 @@ int main(int argc, char **argv)
         throughput(&o, 4, many, 64, 16, "batches of 4, 64 outstanding, signal each 16");
         throughput(&o, 8, many, 64, 16, "batches of 8, 64 outstanding, signal each 16");
         throughput(&o, 16, many, 64, 16, "batches of 16, 64 outstanding, signal each 16");
+        for (poll_ns = 10000; poll_ns <= 80000; poll_ns *= 2) {
+            printf("looking every %d us:\n", (int)(poll_ns / 1000));
+            throughput(&o, 1, many / 2, 2, 0, "single copies, 2 outstanding");
+            throughput(&o, 1, many / 2, 16, 16, "single copies, 16 outstanding, signal each 16");
+            throughput(&o, 4, many / 2, 16, 16, "batches of 4, 16 outstanding, signal each 16");
+        }
+        poll_ns = 0;
         flag_latency(&o, "worker idle");
     }
     if (kernels) {

@@ -6,7 +6,8 @@
 set -uo pipefail
 top=$(cd "$(dirname "$0")/../.." && pwd)
 build=${BUILD_DIR:-$top/build-gpu}
-targets="tests/gpu/g_link tests/gpu/g_daemon expertd/expertd"
+targets="tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream expertd/expertd tools/mkmodel"
+model=${MODEL:-/dev/shm/run-gpu-model.gguf} # MODEL names one that is there already
 if [ ! -f "$build/build.ninja" ]; then
     meson setup "$build" "$top" -Dcuda=enabled "$@" >"$build.log" 2>&1 || { tail -n 20 "$build.log"; exit 1; }
 fi
@@ -14,7 +15,9 @@ ninja -C "$build" $targets >"$build.log" 2>&1 || { grep -E -A5 'error|FAILED' "$
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current --format=csv,noheader 2>/dev/null
 printf 'huge pages in shared memory: %s\n' "$(cat /sys/kernel/mm/transparent_hugepage/shmem_enabled 2>/dev/null)"
 worst=0
-for program in "g_link" "g_daemon $build/expertd/expertd $top/tools/model/story-q4_k.gguf"; do
+[ -f "$model" ] || { trap 'rm -f "$model"' EXIT; "$build"/tools/mkmodel --preset=qwen3-30b-a3b --layers=16 "$model" >"$build.log" || exit 1; }
+for program in "g_link" "g_daemon $build/expertd/expertd $top/tools/model/story-q4_k.gguf" \
+    "g_stream $build/expertd/expertd $model"; do
     printf '== %s\n' "${program%% *}"
     CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32 timeout 240 "$build"/tests/gpu/$program
     status=$?
