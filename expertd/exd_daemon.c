@@ -463,6 +463,7 @@ int exd_daemon_run(const struct exd_options *options)
     d->options = options;
     d->began_ns = shm_now_ns();
     d->ready_fd = options->ready_fd;
+    signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error with a name, not a death */
     d->lock_fd = d->epoll_fd = d->signal_fd = d->timer_fd = d->wake_fd = d->start.done_fd = -1;
     if (set_up(d, &err) < 0)
         fail(d, &err);

@@ -239,7 +239,10 @@ int exd_loader_start(const struct exd_loader_config *config, struct exd_loader *
         l->start_ns = shm_now_ns();
         int code = pthread_create(&l->thread, NULL, load, l);
         if (code)
-            rc = shm_error_set(err, code, "loader: cannot start a thread: %s", strerror(code));
+            rc = shm_error_set(err, code,
+                               "loader: cannot start a thread: %s: raise the limit on processes, memory or "
+                               "address space (ulimit -u, ulimit -v)",
+                               strerror(code));
         else
             l->started = true;
     }

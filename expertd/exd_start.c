@@ -92,7 +92,10 @@ int exd_start_begin(struct exd_daemon *d, struct shm_error *err)
     exd_progress_init(&s->progress, STDERR_FILENO, "loading");
     int rc = pthread_create(&s->thread, NULL, run, d);
     if (rc)
-        return shm_error_set(err, rc, "cannot start a thread: %s", strerror(rc));
+        return shm_error_set(err, rc,
+                             "cannot start a thread: %s: raise the limit on processes, memory or address "
+                             "space (ulimit -u, ulimit -v)",
+                             strerror(rc));
     s->running = true;
     return 0;
 }

@@ -28,6 +28,7 @@ void inf_cancel_install(void)
     sigemptyset(&sa.sa_mask);
     sigaction(SIGINT, &sa, NULL);
     sigaction(SIGTERM, &sa, NULL);
+    signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error with a name, not a death */
 }
 
 int inf_cmd_fail(int rc, const struct shm_error *err)

@@ -13,10 +13,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#define DESCRIPTORS_NEEDED 10 /* a socket of the library with its first connection, and some air */
 
 struct prt_server {
     int socket, fd;
@@ -34,9 +38,32 @@ static int library_errno(void)
     return e > 0 && e < 4096 ? -e : -EIO;
 }
 
+/* The library spins for ever in nn_socket() when it runs out of descriptors there: asked for beforehand. */
+static int check_descriptors(struct shm_error *err)
+{
+    int fd[DESCRIPTORS_NEEDED], n = 0, rc = 0;
+    while (n < DESCRIPTORS_NEEDED && (fd[n] = eventfd(0, EFD_CLOEXEC)) >= 0)
+        n++;
+    if (n < DESCRIPTORS_NEEDED) {
+        struct rlimit limit = {0};
+        rc = errno;
+        getrlimit(RLIMIT_NOFILE, &limit);
+        rc = shm_error_set(err, rc,
+                           "control channel: %s: %d more file descriptors are needed, the limit is "
+                           "%llu in all: raise it (ulimit -n)",
+                           strerror(rc), DESCRIPTORS_NEEDED, (unsigned long long)limit.rlim_cur);
+    }
+    while (n > 0)
+        close(fd[--n]);
+    return rc;
+}
+
 /* A socket of the protocol with every default that could hurt replaced: size limit, endless waits. */
 static int open_socket(int protocol, int *ret_socket, int *ret_fd, struct shm_error *err)
 {
+    int rc = check_descriptors(err);
+    if (rc < 0)
+        return rc;
     int s = nn_socket(AF_SP, protocol);
     if (s < 0)
         return shm_error_set(err, library_errno(), "control channel: %s", nn_strerror(nn_errno()));
@@ -46,7 +73,7 @@ static int open_socket(int protocol, int *ret_socket, int *ret_fd, struct shm_er
         nn_setsockopt(s, NN_SOL_SOCKET, NN_SNDTIMEO, &timeout_ms, sizeof(timeout_ms)) < 0 ||
         nn_setsockopt(s, NN_SOL_SOCKET, NN_RCVTIMEO, &timeout_ms, sizeof(timeout_ms)) < 0 ||
         nn_getsockopt(s, NN_SOL_SOCKET, NN_RCVFD, &fd, &n) < 0) {
-        int rc = shm_error_set(err, library_errno(), "control channel: %s", nn_strerror(nn_errno()));
+        rc = shm_error_set(err, library_errno(), "control channel: %s", nn_strerror(nn_errno()));
         nn_close(s);
         return rc;
     }
