@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import pathlib
+import select
 import shutil
 import signal
 import subprocess
@@ -135,12 +136,33 @@ class World:
             time.sleep(every)
         raise AssertionError(f"not within {timeout * SLOW} s: {what}")
 
+    def strays(self):
+        """Processes that name this world and that close() does not know: started in the background."""
+        known = {p.pid for p in self.processes} | {os.getpid()}
+        found = []
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) not in known:
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if any(w.startswith(str(self.path).encode()) for w in words):
+                    found.append((int(entry.name), words[0].decode()))
+        return found
+
     def close(self):
         for p in self.processes:
             if p.poll() is None:
                 p.kill()
         for p in self.processes:
             p.wait(10)
+            for stream in (p.stdin, p.stdout):
+                if stream:
+                    stream.close()
+        left = self.strays()
+        for pid, _ in left:
+            os.kill(pid, signal.SIGKILL)
+        return left
 
 
 @pytest.fixture
@@ -148,14 +170,60 @@ def world():
     path = tempfile.mkdtemp(prefix="xd-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     w = World(path)
     yield w
-    w.close()
+    left = w.close()
     shutil.rmtree(path, ignore_errors=True)
+    assert not left, f"still running: {left}"
+    assert not os.path.exists(path)
 
 
 def process_facts(pid):
-    """What must not grow: descriptors, mappings, threads."""
+    """What must not grow: descriptors, shared mappings, threads. (The C library keeps stacks of ended threads, so
+    that private mappings come and go: anonymous_bytes watches those.)"""
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
-        "maps": len(open(f"/proc/{pid}/maps").readlines()),
+        "shared": sum(line.split()[1].endswith("s") for line in open(f"/proc/{pid}/maps")),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
     }
+
+
+def anonymous_bytes(pid):
+    return next(int(line.split()[1]) << 10 for line in open(f"/proc/{pid}/status") if line.startswith("RssAnon"))
+
+
+class Chat:
+    """inferd chat --json on pipes: one object a turn."""
+
+    def __init__(self, world, *options, instance="default"):
+        self.world = world
+        self.process = world.spawn([INFERD, "chat", *world.where(instance), "--json", "--hash", *options],
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.buffer = b""
+
+    def say(self, text):
+        self.process.stdin.write(text.encode() + b"\n")
+
+    def hear(self, timeout=60):
+        """The next line of output, parsed; None at its end."""
+        end = time.monotonic() + timeout * SLOW
+        while b"\n" not in self.buffer:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no answer within {timeout * SLOW} s: {self.log()}"
+            got = self.process.stdout.read(65536)
+            if not got:
+                return None
+            self.buffer += got
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def ask(self, text):
+        self.say(text)
+        answer = self.hear()
+        assert answer, self.log()
+        return answer
+
+    def log(self):
+        return self.process.log.read_text(errors="replace")
+
+    def end(self):
+        self.process.stdin.close()
+        return self.process.wait(20 * SLOW)
