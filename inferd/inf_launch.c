@@ -19,9 +19,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define STALL_NS   UINT64_C(120000000000) /* a start without progress */
-#define LOCK_NS    UINT64_C(60000000000)  /* another inferd starts an expertd */
-#define VISIBLE_NS UINT64_C(10000000000)  /* from spawn to the store segment */
+#define STALL_NS    UINT64_C(120000000000) /* a start without progress */
+#define LOCK_NS     UINT64_C(60000000000)  /* another inferd starts an expertd */
+#define VISIBLE_NS  UINT64_C(10000000000)  /* from spawn to the store segment */
+#define END_WAIT_MS 2000                   /* for an expertd that could not start to be gone */
 
 extern char **environ;
 
@@ -222,8 +223,10 @@ static int wait_ready(const struct prt_paths *paths, int pipe_fd, pid_t pid, _At
     line[strcspn(line, "\n")] = '\0';
     if (strcmp(line, "ready") == 0)
         return 0;
+    /* Until it is gone, so that trying again does not meet it on its way out. */
     int status;
-    waitpid(pid, &status, WNOHANG);
+    for (int i = 0; i < END_WAIT_MS / 10 && waitpid(pid, &status, WNOHANG) == 0; i++)
+        poll(NULL, 0, 10);
     if (strncmp(line, "error: ", 7) == 0)
         return shm_error_set(err, ECHILD, "expertd: %s", line + 7);
     return shm_error_set(err, ECHILD, "expertd ended before it was ready: see %s", paths->log);

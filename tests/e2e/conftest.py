@@ -82,18 +82,19 @@ class World:
         log = self.path / f"{self.count:03d}-{pathlib.Path(argv[0]).name}.log"
         kw.setdefault("stderr", open(log, "w"))
         kw.setdefault("stdin", subprocess.DEVNULL)
-        p = subprocess.Popen([str(a) for a in argv], preexec_fn=die_with_parent, **kw)
+        kw.setdefault("preexec_fn", die_with_parent)
+        p = subprocess.Popen([str(a) for a in argv], **kw)
         self.processes.append(p)
         p.log = log
         return p
 
-    def expertd(self, *options, model=STORY, instance="default", wait=True, env=None, arena=True):
+    def expertd(self, *options, model=STORY, instance="default", wait=True, env=None, arena=True, **kw):
         """Starts expertd; waits until it serves. Its stderr goes to .log."""
         argv = [EXPERTD, "--model", model, *self.where(instance)]
         if arena:
             argv += ["--arena-dir", self.arena / instance]
             (self.arena / instance).mkdir(mode=0o700, exist_ok=True)
-        p = self.spawn([*argv, *options], stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})})
+        p = self.spawn([*argv, *options], stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})}, **kw)
         d = Daemon(self, p, p.log)
         if wait:
             self.until(lambda: p.poll() is not None or self.status(instance).get("state") == "serving",
