@@ -144,8 +144,9 @@ static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry,
 {
     struct exd_stream *s = ctx;
     uint64_t bytes = s->arena->layers[layer].blob_bytes;
+    bool certain = s->published[layer] || s->plan.policy == SHM_POLICY_FULL;
     int rc = krn_link_copy(s->link, (uint64_t)slot * s->geometry.slot_bytes,
-                           shm_arena_blob(s->arena, layer, expert), bytes, s->published[layer]);
+                           shm_arena_blob(s->arena, layer, expert), bytes, certain);
     if (rc)
         return rc;
     s->bytes += bytes;

@@ -8,8 +8,10 @@
 #include <string.h>
 #include <time.h>
 
-#define BATCH_DEFAULT   4u
-#define POLL_DEFAULT_NS UINT64_C(20000)
+#define BATCH_DEFAULT   8u
+#define POLL_DEFAULT_NS UINT64_C(15000)
+#define POLL_MAX_NS     UINT64_C(100000)
+#define COPY_GUESS_NS   UINT64_C(50000) /* a blob, until it was measured */
 #define QUERY_AFTER_NS                                                                                       \
     UINT64_C(100000000) /* without a landing: ask the driver whether the stream is well                      \
                          */
@@ -46,6 +48,7 @@ struct cuda_link {
     uint32_t probes;
     bool marked;
 
+    uint64_t busy_ns_landed; /* busy until the last landing that was seen */
     uint64_t bytes, signals, busy_ns, busy_since_ns, first_ns, last_ns, moved_ns;
     uint64_t mark_bytes, mark_busy_ns;
     struct krn_link_cuda_counts counts;
@@ -209,9 +212,30 @@ static int cuda_signal(struct krn_link *link, uint64_t value)
     return 0;
 }
 
+/* How long what is on the link will take, less the copy in progress. */
+static uint64_t ahead_ns(const struct cuda_link *l)
+{
+    uint64_t queued = l->issued - l->landed;
+    uint64_t copy_ns = l->landed >= 16 ? l->busy_ns_landed / l->landed : COPY_GUESS_NS;
+    return queued > 1 ? (queued - 1) * copy_ns : 0;
+}
+
+/* The queue is what makes a late look harmless: with a long one it may be late. */
+static void set_poll(struct cuda_link *l)
+{
+    uint64_t ns = ahead_ns(l) / 4 * 3, least = l->config.poll_ns;
+    ns = ns > POLL_MAX_NS ? POLL_MAX_NS : ns;
+    l->base.poll_ns = ns < least ? least : ns;
+}
+
 static int cuda_flush(struct krn_link *link)
 {
     struct cuda_link *l = cuda(link);
+    set_poll(l);
+    /* enough is under way that these may still become a full batch: the caller is back before it is through
+     */
+    if (l->held && l->held < l->config.batch && ahead_ns(l) > 2 * POLL_MAX_NS && !l->broken)
+        return 0;
     if (!l->held && l->progress_sent == l->issued)
         return l->broken;
     uint64_t begin_ns = enter(l);
@@ -262,6 +286,7 @@ static uint64_t cuda_landed(struct krn_link *link)
     }
     l->moved_ns = l->last_ns = shm_now_ns();
     l->landed = landed;
+    l->busy_ns_landed = l->busy_ns + (l->busy_since_ns ? l->last_ns - l->busy_since_ns : 0);
     if (landed == l->issued && l->busy_since_ns) {
         l->busy_ns += l->last_ns - l->busy_since_ns;
         l->busy_since_ns = 0;
@@ -455,7 +480,9 @@ int krn_link_cuda_create(const struct krn_link_cuda_config *config, struct krn_l
         return shm_error_set(err, ENOMEM, "CUDA link: no memory");
     l->base.ops = &cuda_ops;
     l->config = *config;
-    l->base.poll_ns = config->poll_ns ? config->poll_ns : POLL_DEFAULT_NS;
+    if (!l->config.poll_ns)
+        l->config.poll_ns = POLL_DEFAULT_NS;
+    l->base.poll_ns = l->config.poll_ns;
     if (!l->config.batch)
         l->config.batch = BATCH_DEFAULT;
     snprintf(l->name, sizeof(l->name), "%s", config->name ? config->name : "?");

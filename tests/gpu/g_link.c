@@ -421,11 +421,11 @@ int main(int argc, char **argv)
         throughput(&o, 4, many, 64, 16, "batches of 4, 64 outstanding, signal each 16");
         throughput(&o, 8, many, 64, 16, "batches of 8, 64 outstanding, signal each 16");
         throughput(&o, 16, many, 64, 16, "batches of 16, 64 outstanding, signal each 16");
-        for (poll_ns = 10000; poll_ns <= 80000; poll_ns *= 2) {
+        for (poll_ns = 15000; poll_ns <= 30000; poll_ns *= 2) {
             printf("looking every %d us:\n", (int)(poll_ns / 1000));
             throughput(&o, 1, many / 2, 2, 0, "single copies, 2 outstanding");
             throughput(&o, 1, many / 2, 16, 16, "single copies, 16 outstanding, signal each 16");
-            throughput(&o, 4, many / 2, 16, 16, "batches of 4, 16 outstanding, signal each 16");
+            throughput(&o, 8, many / 2, 16, 16, "batches of 8, 16 outstanding, signal each 16");
         }
         poll_ns = 0;
         flag_latency(&o, "worker idle");

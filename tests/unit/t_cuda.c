@@ -464,6 +464,10 @@ Test(cuda, link_batches, .init = peer_up, .fini = peer_down)
         cr_assert_eq(put(link, i, true), 0);
     sequence(from, text, sizeof(text));
     cr_expect_str_eq(text, "C W B4 W B4 ", "the first at once, then fours; two are held: %s", text);
+    cr_assert_eq(krn_link_flush(link), 0);
+    sequence(from, text, sizeof(text));
+    cr_expect_str_eq(text, "C W B4 W B4 ", "nine are under way: the two may wait for company: %s", text);
+    cr_expect_eq(link->poll_ns, 100000u, "and the caller need not look soon");
     cr_assert_eq(krn_link_signal(link, 1), 0);
     sequence(from, text, sizeof(text));
     cr_expect_str_eq(text, "C W B4 W B4 W B2 S ", "%s", text);
@@ -480,6 +484,7 @@ Test(cuda, link_batches, .init = peer_up, .fini = peer_down)
     cr_assert_eq(krn_link_flush(link), 0);
     sequence(from, text, sizeof(text));
     cr_expect_str_eq(text, "C W B2 W ", "nothing new to tell: %s", text);
+    cr_expect_leq(link->poll_ns, 80000u, "three are under way");
     cr_assert_eq(krn_link_drain(link, 1000000000), 0);
     cr_expect_eq(krn_link_landed(link), 14u);
     krn_link_destroy(&link);
