@@ -167,6 +167,24 @@ static uint32_t wait_consumed(struct exd_issuer *i, struct shm_error *err)
     }
 }
 
+/* After a cancellation: the next stream counts from an empty link, so however slow it is, all that is on it
+ * lands first. */
+static uint32_t wait_landed(struct exd_issuer *i, struct shm_error *err)
+{
+    struct watchdog dog = {.limit_ns = i->config.watchdog_ns};
+    while ((i->link_status = krn_link_drain(i->config.link, WAIT_NS))) {
+        if (i->link_status != -ETIMEDOUT)
+            return link_failed(i, err);
+        if (atomic_load(&i->stop))
+            return stopping(err);
+        if (watchdog_expired(&dog, krn_link_landed(i->config.link))) {
+            exd_stream_stuck(i->stream, EXD_STEP_WAIT_DEPTH, i->config.watchdog_ns, err);
+            return SHM_RESULT_FAILED;
+        }
+    }
+    return SHM_RESULT_CANCELLED;
+}
+
 static void tell_held_off(struct exd_issuer *i, const struct exd_stream_plan *plan)
 {
     const char *why = exd_stream_held_off_text(plan->held_off);
@@ -218,6 +236,8 @@ static bool run_stream(struct exd_issuer *i)
         result = walk_to_end(i, &err);
         if (result == SHM_RESULT_OK)
             result = wait_consumed(i, &err);
+        if (result == SHM_RESULT_CANCELLED)
+            result = wait_landed(i, &err);
         keep = result != SHM_RESULT_FAILED;
     }
     exd_stream_end(i->stream, result, STOP_DRAIN_NS, i->config.trace ? i->name : NULL);
