@@ -131,7 +131,8 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
     }
     d->sessions++;
     d->session[index] = session;
-    exd_store_set_worker(d->store, index, request, d->sessions);
+    exd_store_set_worker(d->store, index, request, d->sessions, exd_session_name(session),
+                         exd_session_gpu(session));
     atomic_fetch_add_explicit(&exd_store_segment(d->store)->attaches, 1, memory_order_relaxed);
     exd_log(EXD_LOG_INFO, "worker %s (pid %u) attached: session %llu, ring of %u slots",
             exd_session_name(session), request->pid, (unsigned long long)d->sessions, request->ring);

@@ -27,7 +27,8 @@ struct exd_session {
     struct shm_worker_view control;
     void *control_base, *ring_base;
     uint64_t ring_bytes;
-    bool cuda; /* the ring is device memory, not mapped here */
+    bool cuda;    /* the ring is device memory, not mapped here */
+    uint32_t gpu; /* its number */
     struct krn_link *link;
     struct exd_issuer *issuer;
     double link_gbps, link_latency_us;
@@ -162,6 +163,7 @@ static int start_cuda_link(struct exd_session *s, const struct exd_session_confi
     int rc = exd_device_find(config->device, r->device_uuid, &device, err);
     if (rc < 0)
         return rc;
+    s->gpu = (uint32_t)device->ordinal;
     struct shm_worker *w = s->control.worker;
     struct krn_link_cuda_config link = {.device = device,
                                         .ring_bytes = s->ring_bytes,
@@ -298,6 +300,11 @@ const char *exd_session_name(const struct exd_session *session)
 int exd_session_pidfd(const struct exd_session *session)
 {
     return session->pidfd;
+}
+
+uint32_t exd_session_gpu(const struct exd_session *session)
+{
+    return session->gpu;
 }
 
 bool exd_session_busy(struct exd_session *session)

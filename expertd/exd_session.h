@@ -40,6 +40,7 @@ uint64_t exd_session_number(const struct exd_session *session);
 pid_t exd_session_pid(const struct exd_session *session);
 const char *exd_session_name(const struct exd_session *session); /* printable */
 int exd_session_pidfd(const struct exd_session *session);        /* owned by the session */
+uint32_t exd_session_gpu(const struct exd_session *session);     /* its number; 0 for the host device */
 
 /* True between a stream's descriptor and its end. */
 bool exd_session_busy(struct exd_session *session);
@@ -61,9 +62,9 @@ void exd_session_drain(struct exd_session *session, const char *why);
 /* True, with the line, when the issuer gave the worker up. */
 bool exd_session_faulted(struct exd_session *session, struct shm_error *ret_line);
 
-/* Begins to close: the session's thread stops the issuer, tells the worker `why` (NULL: nothing to tell: it
- * is dead, or asked for it), stops the link, unmaps. Returns at once. Only exd_session_closed and _free may
- * follow. */
+/* Begins to close: a thread of the session's stops issuer and link, then tells the worker `why` (NULL:
+ * nothing to tell: it is dead, or asked for it), unmaps. Returns at once. Only exd_session_closed, _name and
+ * _free may follow. */
 void exd_session_close(struct exd_session *session, const char *why);
 
 /* True once closing is done: exd_session_free does not block. */

@@ -167,20 +167,21 @@ void exd_store_detail(struct exd_store *store, const char *line)
 }
 
 void exd_store_set_worker(struct exd_store *store, uint32_t index, const struct prt_attach_request *request,
-                          uint64_t session)
+                          uint64_t session, const char *name, uint32_t gpu)
 {
     struct shm_store_worker *w = &store->segment->worker[index];
     w->control_fd = request->control_fd;
     w->start = request->start;
     w->session = session;
     w->attached_ns = shm_now_ns();
-    snprintf(w->name, sizeof(w->name), "%s", request->name);
+    snprintf(w->name, sizeof(w->name), "%s", name);
     w->layers = request->layers;
     w->experts = request->experts;
     w->ring = request->ring;
     w->groups_per_layer = request->groups_per_layer;
     w->slot_bytes = request->slot_bytes;
     w->device = request->device;
+    w->device_index = gpu;
     /* release, pairs with the acquire in prt_client_worker: the row before its pid */
     atomic_store_explicit(&w->pid, request->pid, memory_order_release);
 }

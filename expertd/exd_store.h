@@ -35,9 +35,9 @@ void exd_store_set_state(struct exd_store *store, uint32_t state);
 /* Last notable event, one line. */
 void exd_store_detail(struct exd_store *store, const char *line);
 
-/* Row `index` of the worker table. */
+/* Row `index` of the worker table. name: printable, unlike the request's; gpu: its number, 0 for the host. */
 void exd_store_set_worker(struct exd_store *store, uint32_t index, const struct prt_attach_request *request,
-                          uint64_t session);
+                          uint64_t session, const char *name, uint32_t gpu);
 void exd_store_clear_worker(struct exd_store *store, uint32_t index);
 
 #endif

@@ -215,9 +215,11 @@ static void test_refusals(struct kit *k)
     check_holds(k, before, "after refusals");
 
     struct shm_error err = {0};
+    strcpy(good.request.name, "a\033[2Jb"); /* tools print it on terminals */
     CHECK(prt_client_attach(k->client, &good.request, NULL, &err) == 0, "the right one was refused: %s",
           err.text);
     CHECK(kit_workers(k) == 1, "no worker in the table");
+    CHECK(strcmp(prt_client_store(k->client)->worker[0].name, "a?[2Jb") == 0, "control bytes in the store");
     struct prt_attach_reply reply = {0};
     prt_client_attach(k->client, &good.request, &reply,
                       &err); /* same segment again: another session; ours to end */
