@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What the C side hands to the CUDA kernels: one plain structure a kernel,
+ * passed by value, addresses as 64-bit numbers. Read by C and by nvcc. Shapes
+ * and meanings are explained at the functions in krn_cu.h.
+ */
+#ifndef KRN_CU_ARGS_H
+#define KRN_CU_ARGS_H
+
+#include <stdint.h>
+
+#define KRN_CU_TILE_N      128u /* weight rows of a tile */
+#define KRN_CU_TILE_K      64u  /* weights of a row a step */
+#define KRN_CU_GROUP_SLOTS 1024u /* slots that one block of the grouping kernels sorts */
+#define KRN_CU_SPLIT_KEYS  256u  /* keys of one part of decode attention */
+#define KRN_CU_SPLIT_HEADS 8u    /* query heads that share its loads */
+#define KRN_CU_KEY_BLOCK   64u   /* keys of a step of prompt attention, at absolute multiples */
+#define KRN_CU_QUERY_BLOCK 128u
+
+/* A weight matrix in storage form. data: 16-byte aligned, readable up to the next multiple of 16. */
+struct krn_cu_matrix {
+    uint64_t data;
+    uint32_t type; /* enum krn_ggml_id */
+    uint32_t rows, cols, row_bytes;
+};
+
+struct krn_cu_embed_args {
+    struct krn_cu_matrix m;
+    uint64_t ids, y;
+    uint32_t tokens, reserved;
+};
+
+struct krn_cu_norm_args {
+    uint64_t x, weight, y_f32, y_bf16;
+    uint32_t tokens, dim;
+    float eps;
+    uint32_t reserved;
+};
+
+struct krn_cu_rope_table_args {
+    uint64_t table;
+    uint32_t position, tokens, head_dim;
+    float base;
+};
+
+struct krn_cu_qkv_args {
+    uint64_t q, k, v, q_weight, k_weight, table, q_out, k_cache, v_cache;
+    uint32_t tokens, heads, kv_heads, head_dim, position, ctx;
+    float eps;
+    uint32_t reserved;
+};
+
+struct krn_cu_combine_args {
+    uint64_t out, weights, y;
+    uint32_t tokens, top_k, hidden, reserved;
+};
+
+struct krn_cu_expand_args {
+    struct krn_cu_matrix m;
+    uint64_t y;
+};
+
+struct krn_cu_gemm_args {
+    struct krn_cu_matrix m; /* BF16 only in the plain kernel */
+    uint64_t x, y;          /* bf16 [tokens][cols], float [tokens][rows] */
+    uint32_t tokens;
+    uint32_t add;        /* y += instead of y = */
+    uint32_t raw_stride; /* bytes of a row's raw weights in shared memory */
+    uint32_t reserved;
+};
+
+struct krn_cu_gemv_args {
+    struct krn_cu_matrix m;
+    uint64_t x, y;
+    uint32_t tokens, add;
+};
+
+struct krn_cu_scores_args {
+    uint64_t x, w, scores;
+    uint32_t tokens, experts, hidden, reserved;
+};
+
+struct krn_cu_select_args {
+    uint64_t scores, ids, weights;
+    uint32_t tokens, experts, top_k, renorm;
+};
+
+struct krn_cu_count_args {
+    uint64_t ids, hist; /* hist [blocks][experts] */
+    uint32_t slots, experts;
+};
+
+/* Where a routing set becomes visible to expertd; all zero: nowhere. */
+struct krn_cu_publication {
+    uint64_t mask, tokens, predicted, published_ns, seq; /* addresses in mapped host memory; predicted may be 0 */
+    uint64_t value;                                      /* for seq */
+    int64_t clock_offset_ns; /* CLOCK_MONOTONIC minus the device's global timer */
+};
+
+struct krn_cu_finish_args {
+    uint64_t hist; /* in: counts; out: first position of the block's slots of the expert */
+    uint64_t predicted_hist; /* 0: none */
+    uint64_t counts, offsets;
+    uint32_t blocks, experts;
+    struct krn_cu_publication publication;
+};
+
+struct krn_cu_place_args {
+    uint64_t ids, hist, slots;
+    uint32_t n_slots, experts;
+};
+
+/* One expert that has tokens and weights. */
+struct krn_cu_job {
+    uint64_t blob;
+    uint32_t first, count; /* its piece of the sorted slots */
+};
+
+/* Made on the device, group by group. tiles: job << 16 | tile of tokens. */
+struct krn_cu_plan_head {
+    uint32_t jobs, tiles, reserved[2];
+};
+
+struct krn_cu_plan_args {
+    uint64_t table;    /* slot table row in host memory; 0: run the residents */
+    uint64_t resident; /* blob addresses [experts], 0 where streamed; may be 0 with a table */
+    uint64_t ring, slot_bytes, counts, offsets;
+    uint64_t head, jobs, tiles; /* out */
+    uint32_t experts, group, group_end, tile_tokens, ring_slots, reserved;
+};
+
+struct krn_cu_expert_args {
+    uint64_t head, jobs, tiles, slots;
+    struct krn_cu_matrix a, b; /* data: offset in the blob. gate and up, or down twice */
+    uint64_t x;                /* bf16 [tokens][hidden], or the hidden rows [slots][width] */
+    uint64_t y;                /* bf16 [slots][width] by sorted position, or float [slots][hidden] by slot */
+    uint32_t top_k, raw_stride;
+};
+
+struct krn_cu_attention_args {
+    uint64_t q, k, v, y; /* bf16 */
+    uint32_t tokens, position, heads, kv_heads, head_dim, ctx;
+    float scale_log2; /* log2(e) / sqrt(head_dim) */
+    uint32_t reserved;
+};
+
+struct krn_cu_decode_args {
+    uint64_t q, k, v, y, part; /* part: float [tokens][heads][parts][head_dim + 2] */
+    uint32_t tokens, position, heads, kv_heads, head_dim, ctx, parts;
+    float scale_log2;
+};
+
+#endif

@@ -1,0 +1,325 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Matrix products: bf16 operands, float32 accumulation.
+ *
+ *   quantized  weights come raw into shared memory (cp.async), are made bf16
+ *              there while the tensor cores work on the step before; dense, or
+ *              the experts of a plan (krn_cu_router.cu) by persistent blocks
+ *   plain      bf16 weights, three stages of cp.async; for many tokens, after
+ *              krn_cu_expand where the weights are quantized
+ *
+ * Both give the same bits for the same weights.
+ */
+#include "kernels/krn_cu_dequant.cuh"
+#include "kernels/krn_cu_tile.cuh"
+
+enum mode { DENSE, GATE_UP, DOWN };
+
+/* 64 weight rows of a tile: where they come from. */
+struct half_tile {
+    const uint8_t *base; /* row 0 of the matrix */
+    uint32_t row0, rows; /* first row of the half, rows of the matrix */
+    uint32_t type, cols, row_bytes;
+};
+
+DEV half_tile make_half(const krn_cu_matrix &m, const uint8_t *blob, uint32_t row0)
+{
+    return {blob + m.data, row0, m.rows, m.type, m.cols, m.row_bytes};
+}
+
+DEV const uint8_t *row_address(const half_tile &h, uint32_t r)
+{
+    uint32_t row = h.row0 + r < h.rows ? h.row0 + r : h.rows - 1; /* beyond: computed, never stored */
+    return h.base + (uint64_t)row * h.row_bytes;
+}
+
+/* Raw bytes of the 64 rows from weight k on, if a chunk begins there. All 128 threads. */
+DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint8_t *raw)
+{
+    const uint32_t chunk = chunk_weights(h.type);
+    if (k >= h.cols || k % chunk != 0)
+        return;
+    const uint32_t valid = h.cols - k < chunk ? h.cols - k : chunk;
+    const uint32_t bytes = weight_bytes(h.type, valid), first = weight_bytes(h.type, k);
+    const uint32_t pieces = stride / 16, magic = 65536u / pieces + 1;
+    raw += (k / chunk & 1) * KRN_CU_TILE_N * stride;
+    const uint32_t target = shared_address(raw);
+    for (uint32_t i = threadIdx.x; i < 64 * pieces; i += GEMM_THREADS) {
+        uint32_t r = i * magic >> 16, piece = i - r * pieces;
+        const uint8_t *p = row_address(h, r) + first;
+        uint32_t skew = (uint32_t)(uintptr_t)p & 15u;
+        if (piece * 16 < skew + bytes)
+            copy_async(target + r * stride + piece * 16, p - skew + piece * 16, true);
+    }
+}
+
+struct bf16_sink {
+    uint8_t *row;
+    uint32_t swizzle;
+    __device__ __forceinline__ void operator()(int c, const float (&f)[8])
+    {
+        *(uint4 *)(row + (((uint32_t)c ^ swizzle) << 4)) = pack8(f);
+    }
+};
+
+/* Row r of the half, weights k .. k + 63, from raw to the bf16 tile. */
+DEV void expand_row(const half_tile &h, uint32_t r, uint32_t k, uint32_t stride, const uint8_t *raw,
+                    uint8_t *tile, uint32_t tile_row)
+{
+    const uint32_t chunk = chunk_weights(h.type), at_chunk = k / chunk * chunk;
+    const uint32_t skew = (uint32_t)(uintptr_t)(row_address(h, r) + weight_bytes(h.type, at_chunk)) & 15u;
+    const uint8_t *p = raw + ((k / chunk & 1) * KRN_CU_TILE_N + r) * stride + skew;
+    bf16_sink sink = {tile + tile_row * TILE_ROW_BYTES, tile_row & 7};
+    uint32_t n = h.cols - k < 64 ? h.cols - k : 64;
+    dequant64(h.type, p, k - at_chunk, n, sink);
+}
+
+/* One tile of tokens x weights over all of k. x_piece: a thread's token rows, as offsets of 16 bytes. */
+template <int BM, bool PAIRED>
+DEV void run_tile(warp_tile<BM, PAIRED> &t, const half_tile &lower, const half_tile &upper, const uint8_t *x,
+                  const uint32_t (&x_piece)[BM / 16], uint32_t rows, uint32_t stride, uint8_t *smem)
+{
+    constexpr uint32_t A_BYTES = BM * TILE_ROW_BYTES, B_BYTES = KRN_CU_TILE_N * TILE_ROW_BYTES;
+    uint8_t *const tile_b = smem + 2 * A_BYTES, *const raw = tile_b + 2 * B_BYTES;
+    uint8_t *const raw_upper = raw + 64 * stride;
+    const uint32_t a0 = shared_address(smem), b0 = shared_address(tile_b);
+    const uint32_t cols = lower.cols, steps = div_up(cols, KRN_CU_TILE_K);
+    const uint32_t tid = threadIdx.x, piece = tid & 7;
+    /* row numbers go up by 16 with i, so the swizzle stays */
+    const uint32_t a_target = a0 + tile_offset(tid / 8, piece);
+
+    auto fetch_x = [&](uint32_t step) {
+        uint32_t k = step * KRN_CU_TILE_K + piece * 8;
+#pragma unroll
+        for (int i = 0; i < BM / 16; i++)
+            copy_async(a_target + (step & 1) * A_BYTES + i * 16 * TILE_ROW_BYTES,
+                       x + ((uint64_t)x_piece[i] + (k < cols ? k / 8 : 0)) * 16, k < cols);
+    };
+    auto fetch = [&](uint32_t step) {
+        fetch_raw(lower, step * KRN_CU_TILE_K, stride, raw);
+        fetch_raw(upper, step * KRN_CU_TILE_K, stride, raw_upper);
+    };
+    auto expand = [&](uint32_t step) {
+        uint8_t *tile = tile_b + (step & 1) * B_BYTES;
+        if (tid < 64)
+            expand_row(lower, tid, step * KRN_CU_TILE_K, stride, raw, tile, tid);
+        else
+            expand_row(upper, tid - 64, step * KRN_CU_TILE_K, stride, raw_upper, tile, tid);
+    };
+
+    t.clear();
+    fetch_x(0);
+    fetch(0);
+    fetch(1);
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
+    expand(0);
+    for (uint32_t step = 0; step < steps; step++) {
+        copy_wait<0>();
+        __syncthreads();
+        if (step + 1 < steps)
+            fetch_x(step + 1);
+        if (step + 2 < steps)
+            fetch(step + 2);
+        copy_commit();
+        t.step(a0 + (step & 1) * A_BYTES, b0 + (step & 1) * B_BYTES, rows);
+        if (step + 1 < steps)
+            expand(step + 1);
+    }
+    __syncthreads(); /* the next tile overwrites */
+}
+
+template <int BM> DEV void dense_quantized(const krn_cu_gemm_args &a)
+{
+    extern __shared__ __align__(128) uint8_t smem[];
+    warp_tile<BM, false> t;
+    t.init();
+    const uint32_t m0 = blockIdx.y * BM, n0 = blockIdx.x * KRN_CU_TILE_N;
+    const uint32_t rows = a.tokens - m0 < BM ? a.tokens - m0 : BM;
+    uint32_t x_piece[BM / 16];
+#pragma unroll
+    for (int i = 0; i < BM / 16; i++) {
+        uint32_t r = threadIdx.x / 8 + 16 * i;
+        x_piece[i] = (m0 + (r < rows ? r : rows - 1)) * (a.m.cols / 8);
+    }
+    run_tile<BM, false>(t, make_half(a.m, nullptr, n0), make_half(a.m, nullptr, n0 + 64), at<uint8_t>(a.x),
+                        x_piece, rows, a.raw_stride, smem);
+    float *y = at<float>(a.y);
+#pragma unroll
+    for (int m = 0; m < t.MI; m++)
+#pragma unroll
+        for (int n = 0; n < t.NI; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint32_t row = t.row_m(m) + (t.lane >> 2) + (i >> 1) * 8;
+                uint32_t col = n0 + t.row_n(n) + (t.lane & 3) * 2 + (i & 1);
+                if (row < rows && col < a.m.rows) {
+                    float *p = y + (uint64_t)(m0 + row) * a.m.rows + col;
+                    *p = a.add ? *p + t.acc[m][n][i] : t.acc[m][n][i];
+                }
+            }
+}
+
+DEV float swiglu(float g, float u)
+{
+    return g / (1.0f + expf(-g)) * u;
+}
+
+/* Blocks walk over (tile of an expert's tokens, tile of weight rows). */
+template <int BM, int MODE> DEV void experts(const krn_cu_expert_args &a)
+{
+    extern __shared__ __align__(128) uint8_t smem[];
+    constexpr bool PAIRED = MODE == GATE_UP;
+    constexpr uint32_t OUT = PAIRED ? 64 : KRN_CU_TILE_N;
+    const uint32_t *slots = at<uint32_t>(a.slots), *tiles = at<uint32_t>(a.tiles);
+    const krn_cu_job *jobs = at<krn_cu_job>(a.jobs);
+    const uint32_t n_tiles = div_up(a.a.rows, OUT), total = at<krn_cu_plan_head>(a.head)->tiles * n_tiles;
+    warp_tile<BM, PAIRED> t;
+    t.init();
+    for (uint32_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
+        const uint32_t which = tiles[tile / n_tiles], n0 = tile % n_tiles * OUT;
+        const krn_cu_job job = jobs[which >> 16];
+        const uint32_t m0 = (which & 0xffff) * BM, rows = job.count - m0 < BM ? job.count - m0 : BM;
+        uint32_t x_piece[BM / 16];
+#pragma unroll
+        for (int i = 0; i < BM / 16; i++) {
+            uint32_t r = threadIdx.x / 8 + 16 * i;
+            uint32_t position = job.first + m0 + (r < rows ? r : rows - 1);
+            x_piece[i] = (PAIRED ? slots[position] / a.top_k : position) * (a.a.cols / 8);
+        }
+        const uint8_t *blob = at<uint8_t>(job.blob);
+        run_tile<BM, PAIRED>(t, make_half(a.a, blob, n0), make_half(a.b, blob, PAIRED ? n0 : n0 + 64),
+                             at<uint8_t>(a.x), x_piece, rows, a.raw_stride, smem);
+#pragma unroll
+        for (int m = 0; m < t.MI; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                uint32_t row = t.row_m(m) + (t.lane >> 2) + h * 8, position = job.first + m0 + row;
+                if (row >= rows)
+                    continue;
+                if (PAIRED) {
+                    uint32_t *y = at<uint32_t>(a.y) + ((uint64_t)position * a.a.rows + n0) / 2;
+#pragma unroll
+                    for (int n = 0; n < t.NI / 2; n++) {
+                        uint32_t col = t.row_n(n) + (t.lane & 3) * 2;
+                        const float *g = &t.acc[m][n][2 * h], *u = &t.acc[m][n + t.NI / 2][2 * h];
+                        if (n0 + col < a.a.rows)
+                            y[col / 2] = pack_bf16(swiglu(g[0], u[0]), swiglu(g[1], u[1]));
+                    }
+                } else {
+                    float *y = at<float>(a.y) + (uint64_t)slots[position] * a.a.rows + n0;
+#pragma unroll
+                    for (int n = 0; n < t.NI; n++) {
+                        uint32_t col = t.row_n(n) + (t.lane & 3) * 2;
+                        if (n0 + col < a.a.rows)
+                            *(float2 *)(y + col) = make_float2(t.acc[m][n][2 * h], t.acc[m][n][2 * h + 1]);
+                    }
+                }
+            }
+    }
+}
+
+#define STAGES 3
+
+/* bf16 weights x bf16 tokens, 128 x 128. */
+DEV void dense_plain(const krn_cu_gemm_args &a)
+{
+    extern __shared__ __align__(128) uint8_t smem[];
+    constexpr uint32_t BYTES = 128 * TILE_ROW_BYTES;
+    warp_tile<128, false> t;
+    t.init();
+    t.clear();
+    const uint32_t m0 = blockIdx.x * 128, n0 = blockIdx.y * 128, cols = a.m.cols;
+    const uint32_t rows = a.tokens - m0 < 128 ? a.tokens - m0 : 128;
+    const uint32_t tid = threadIdx.x, piece = tid & 7, steps = div_up(cols, KRN_CU_TILE_K);
+    const uint32_t s0 = shared_address(smem), target = s0 + tile_offset(tid / 8, piece);
+    uint32_t x_piece[8], w_piece[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        uint32_t r = tid / 8 + 16 * i;
+        x_piece[i] = (m0 + (r < rows ? r : rows - 1)) * (cols / 8);
+        w_piece[i] = (n0 + r < a.m.rows ? n0 + r : a.m.rows - 1) * (cols / 8);
+    }
+    const uint8_t *x = at<uint8_t>(a.x), *w = at<uint8_t>(a.m.data);
+    auto fetch = [&](uint32_t step) {
+        uint32_t k = step * KRN_CU_TILE_K + piece * 8, stage = step % STAGES * 2 * BYTES;
+        bool valid = k < cols;
+        uint32_t k8 = valid ? k / 8 : 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            copy_async(target + stage + i * 16 * TILE_ROW_BYTES, x + ((uint64_t)x_piece[i] + k8) * 16, valid);
+            copy_async(target + stage + BYTES + i * 16 * TILE_ROW_BYTES, w + ((uint64_t)w_piece[i] + k8) * 16,
+                       valid);
+        }
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if ((uint32_t)s < steps)
+            fetch(s);
+        copy_commit();
+    }
+    for (uint32_t step = 0; step < steps; step++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps)
+            fetch(step + STAGES - 1);
+        copy_commit();
+        uint32_t stage = s0 + step % STAGES * 2 * BYTES;
+        t.step(stage, stage + BYTES, rows);
+    }
+    float *y = at<float>(a.y);
+    const bool pairs = a.m.rows % 2 == 0;
+#pragma unroll
+    for (int m = 0; m < t.MI; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint32_t row = t.row_m(m) + (t.lane >> 2) + h * 8;
+            if (row >= rows)
+                continue;
+#pragma unroll
+            for (int n = 0; n < t.NI; n++) {
+                uint32_t col = n0 + t.row_n(n) + (t.lane & 3) * 2;
+                float2 v = make_float2(t.acc[m][n][2 * h], t.acc[m][n][2 * h + 1]);
+                float *p = y + (uint64_t)(m0 + row) * a.m.rows + col;
+                if (pairs && col < a.m.rows) {
+                    if (a.add) {
+                        float2 o = *(const float2 *)p;
+                        v.x = o.x + v.x;
+                        v.y = o.y + v.y;
+                    }
+                    *(float2 *)p = v;
+                } else {
+                    if (col < a.m.rows)
+                        p[0] = a.add ? p[0] + v.x : v.x;
+                    if (col + 1 < a.m.rows)
+                        p[1] = a.add ? p[1] + v.y : v.y;
+                }
+            }
+        }
+}
+
+KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_dense(const __grid_constant__ krn_cu_gemm_args a)
+{
+    dense_plain(a);
+}
+KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_dense_few(const __grid_constant__ krn_cu_gemm_args a)
+{
+    dense_quantized<32>(a);
+}
+KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_gate_up(const __grid_constant__ krn_cu_expert_args a)
+{
+    experts<128, GATE_UP>(a);
+}
+KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_gate_up_few(const __grid_constant__ krn_cu_expert_args a)
+{
+    experts<32, GATE_UP>(a);
+}
+KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_down(const __grid_constant__ krn_cu_expert_args a)
+{
+    experts<128, DOWN>(a);
+}
+KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_down_few(const __grid_constant__ krn_cu_expert_args a)
+{
+    experts<32, DOWN>(a);
+}

@@ -1,0 +1,300 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Router scores in float32, choice of experts, grouping of slots by expert,
+ * publication of the routing set into host memory, and the plan of a group's
+ * work. No order depends on timing: counts are sums of whole numbers, and a
+ * slot's place is found by looking at the slots in order.
+ */
+#include "kernels/krn_cu_common.cuh"
+
+#define SCORE_TOKENS  32
+#define SCORE_EXPERTS 128
+#define SCORE_K       32
+#define SCORE_THREADS 256
+
+/* 32 tokens x 128 experts a block; a score is one chain of fused multiply-adds over k. */
+KERNEL void __launch_bounds__(SCORE_THREADS) krn_cu_scores(const __grid_constant__ krn_cu_scores_args a)
+{
+    __shared__ __align__(16) float xs[SCORE_K][SCORE_TOKENS + 4];
+    __shared__ float ws[SCORE_K][SCORE_EXPERTS + 1];
+    const uint32_t t0 = blockIdx.x * SCORE_TOKENS, e0 = blockIdx.y * SCORE_EXPERTS, tid = threadIdx.x;
+    const uint32_t lane = tid % 32, ty = tid / 32; /* experts lane + 32 j, tokens 4 ty + i */
+    const float *x = at<float>(a.x), *w = at<float>(a.w);
+    float acc[4][4] = {};
+    for (uint32_t k0 = 0; k0 < a.hidden; k0 += SCORE_K) {
+        { /* 8 threads a row, 4 values each */
+            uint32_t row = t0 + tid / 8, k = k0 + tid % 8 * 4;
+            float4 v = make_float4(0, 0, 0, 0);
+            if (row < a.tokens && k < a.hidden)
+                v = *(const float4 *)(x + (uint64_t)row * a.hidden + k);
+            uint32_t c = tid % 8 * 4, r = tid / 8;
+            xs[c][r] = v.x;
+            xs[c + 1][r] = v.y;
+            xs[c + 2][r] = v.z;
+            xs[c + 3][r] = v.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t r = tid / 8 + 32 * i, row = e0 + r, c = tid % 8 * 4, k = k0 + c;
+            float4 v = make_float4(0, 0, 0, 0);
+            if (row < a.experts && k < a.hidden)
+                v = *(const float4 *)(w + (uint64_t)row * a.hidden + k);
+            ws[c][r] = v.x;
+            ws[c + 1][r] = v.y;
+            ws[c + 2][r] = v.z;
+            ws[c + 3][r] = v.w;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < SCORE_K; k++) {
+            float4 p = *(const float4 *)&xs[k][4 * ty];
+            const float xv[4] = {p.x, p.y, p.z, p.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float q = ws[k][lane + 32 * j];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    acc[i][j] = __fmaf_rn(xv[i], q, acc[i][j]);
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t t = t0 + 4 * ty + i, e = e0 + lane + 32 * j;
+            if (t < a.tokens && e < a.experts)
+                at<float>(a.scores)[(uint64_t)t * a.experts + e] = acc[i][j];
+        }
+}
+
+#define FLOAT_MAX 3.402823466e38f
+
+/* A warp a token; lane l holds experts l, l + 32, ... Chosen by score, so equal probabilities never hide an order. */
+template <int EACH> DEV void select(const krn_cu_select_args &a)
+{
+    const uint32_t t = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (t >= a.tokens)
+        return;
+    const float *scores = at<float>(a.scores) + (uint64_t)t * a.experts;
+    float s[EACH], top = -FLOAT_MAX, total = 0.0f;
+    uint32_t taken = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        uint32_t e = lane + 32 * j;
+        float x = e < a.experts ? scores[e] : -FLOAT_MAX;
+        x = x > -FLOAT_MAX ? x : -FLOAT_MAX; /* NaN too */
+        s[j] = x < FLOAT_MAX ? x : FLOAT_MAX;
+        top = fmaxf(top, s[j]);
+        if (e >= a.experts)
+            taken |= 1u << j;
+    }
+    top = warp_max(top);
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+        if (lane + 32 * j < a.experts)
+            total = __fadd_rn(total, expf(s[j] - top));
+    total = warp_sum(total);
+    float chosen = 0.0f;
+    uint32_t *ids = at<uint32_t>(a.ids) + (uint64_t)t * a.top_k;
+    float *weights = at<float>(a.weights) + (uint64_t)t * a.top_k;
+    for (uint32_t i = 0; i < a.top_k; i++) {
+        float best = 0.0f;
+        uint32_t id = 0xffffffffu;
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (!(taken >> j & 1) && (id == 0xffffffffu || s[j] > best)) {
+                best = s[j];
+                id = lane + 32 * j;
+            }
+#pragma unroll
+        for (int d = 16; d; d >>= 1) {
+            float other = __shfl_xor_sync(0xffffffffu, best, d);
+            uint32_t other_id = __shfl_xor_sync(0xffffffffu, id, d);
+            if (other_id != 0xffffffffu &&
+                (id == 0xffffffffu || other > best || (other == best && other_id < id))) {
+                best = other;
+                id = other_id;
+            }
+        }
+        if (id % 32 == lane)
+            taken |= 1u << (id / 32);
+        float p = expf(best - top) / total;
+        chosen = __fadd_rn(chosen, p);
+        if (lane == 0) {
+            ids[i] = id;
+            weights[i] = p;
+        }
+    }
+    if (a.renorm) {
+        __syncwarp();
+        for (uint32_t i = lane; i < a.top_k; i += 32)
+            weights[i] = weights[i] / chosen;
+    }
+}
+
+KERNEL void krn_cu_select_128(const __grid_constant__ krn_cu_select_args a)
+{
+    select<4>(a);
+}
+KERNEL void krn_cu_select_1024(const __grid_constant__ krn_cu_select_args a)
+{
+    select<32>(a);
+}
+
+/* hist[block][e] = slots of the block's piece that chose e. blockDim.x >= experts. */
+KERNEL void krn_cu_count(const __grid_constant__ krn_cu_count_args a)
+{
+    extern __shared__ uint32_t count[];
+    for (uint32_t e = threadIdx.x; e < a.experts; e += blockDim.x)
+        count[e] = 0;
+    __syncthreads();
+    const uint32_t first = blockIdx.x * KRN_CU_GROUP_SLOTS;
+    for (uint32_t i = threadIdx.x; i < KRN_CU_GROUP_SLOTS && first + i < a.slots; i += blockDim.x)
+        atomicAdd(&count[at<uint32_t>(a.ids)[first + i]], 1u); /* whole numbers: any order gives the same */
+    __syncthreads();
+    for (uint32_t e = threadIdx.x; e < a.experts; e += blockDim.x)
+        at<uint32_t>(a.hist)[(uint64_t)blockIdx.x * a.experts + e] = count[e];
+}
+
+#define FINISH_THREADS 1024
+
+/* Exclusive prefix sum over the block's threads; *total gets the sum. */
+DEV uint32_t block_scan(uint32_t x, uint32_t *scratch, uint32_t *total)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t sum = x;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
+        if (lane >= (uint32_t)d)
+            sum += other;
+    }
+    if (lane == 31)
+        scratch[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        uint32_t v = lane < blockDim.x / 32 ? scratch[lane] : 0, s = v;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            uint32_t other = __shfl_up_sync(0xffffffffu, s, d);
+            if (lane >= (uint32_t)d)
+                s += other;
+        }
+        scratch[lane] = s - v;
+        if (lane == 31)
+            scratch[32] = s;
+    }
+    __syncthreads();
+    uint32_t result = scratch[warp] + sum - x;
+    *total = scratch[32];
+    __syncthreads();
+    return result;
+}
+
+/* One block: totals, offsets, each block's first places, and the publication. */
+KERNEL void __launch_bounds__(FINISH_THREADS) krn_cu_finish(const __grid_constant__ krn_cu_finish_args a)
+{
+    __shared__ uint32_t scratch[33];
+    const uint32_t e = threadIdx.x;
+    const bool mine = e < a.experts;
+    uint32_t *hist = at<uint32_t>(a.hist), count = 0, total;
+    if (mine)
+        for (uint32_t b = 0; b < a.blocks; b++)
+            count += hist[(uint64_t)b * a.experts + e];
+
+    const krn_cu_publication &p = a.publication;
+    if (p.seq) { /* first of all: expertd is waiting */
+        if (mine) {
+            at<volatile uint32_t>(p.tokens)[e] = count;
+            if (p.predicted && a.predicted_hist) {
+                uint32_t expected = 0;
+                for (uint32_t b = 0; b < a.blocks; b++)
+                    expected += at<uint32_t>(a.predicted_hist)[(uint64_t)b * a.experts + e];
+                at<volatile uint32_t>(p.predicted)[e] = expected;
+            }
+        }
+        uint32_t bits = __ballot_sync(0xffffffffu, mine && count != 0);
+        if (e % 32 == 0) /* all words of the mask, also those of experts that do not exist */
+            at<volatile uint32_t>(p.mask)[e / 32] = bits;
+        __threadfence_system();
+        __syncthreads();
+        if (e == 0) {
+            uint64_t now;
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+            *at<volatile uint64_t>(p.published_ns) = now + (uint64_t)p.clock_offset_ns;
+            __threadfence_system();
+            *at<volatile uint64_t>(p.seq) = p.value;
+        }
+    }
+    uint32_t offset = block_scan(count, scratch, &total);
+    if (mine) {
+        at<uint32_t>(a.counts)[e] = count;
+        at<uint32_t>(a.offsets)[e] = offset;
+        for (uint32_t b = 0; b < a.blocks; b++) {
+            uint32_t n = hist[(uint64_t)b * a.experts + e];
+            hist[(uint64_t)b * a.experts + e] = offset;
+            offset += n;
+        }
+    }
+    if (e == 0)
+        at<uint32_t>(a.offsets)[a.experts] = total;
+}
+
+/* A thread an expert: looks at the block's slots in order and takes its own. */
+KERNEL void krn_cu_place(const __grid_constant__ krn_cu_place_args a)
+{
+    __shared__ __align__(16) uint32_t ids[KRN_CU_GROUP_SLOTS];
+    const uint32_t first = blockIdx.x * KRN_CU_GROUP_SLOTS;
+    for (uint32_t i = threadIdx.x; i < KRN_CU_GROUP_SLOTS; i += blockDim.x)
+        ids[i] = first + i < a.n_slots ? at<uint32_t>(a.ids)[first + i] : 0xffffffffu;
+    __syncthreads();
+    const uint32_t e = threadIdx.x;
+    if (e >= a.experts)
+        return;
+    uint32_t *slots = at<uint32_t>(a.slots) + at<uint32_t>(a.hist)[(uint64_t)blockIdx.x * a.experts + e];
+    for (uint32_t i = 0; i < KRN_CU_GROUP_SLOTS; i += 4) {
+        uint4 v = *(const uint4 *)&ids[i];
+        if (v.x == e)
+            *slots++ = first + i;
+        if (v.y == e)
+            *slots++ = first + i + 1;
+        if (v.z == e)
+            *slots++ = first + i + 2;
+        if (v.w == e)
+            *slots++ = first + i + 3;
+    }
+}
+
+/* One block, a thread an expert: which experts of the group have tokens and where their bytes are. The table
+ * row is in host memory that expertd wrote before it signalled the group; slots are checked all the same. */
+KERNEL void __launch_bounds__(FINISH_THREADS) krn_cu_plan(const __grid_constant__ krn_cu_plan_args a)
+{
+    __shared__ uint32_t scratch[33];
+    const uint32_t e = threadIdx.x;
+    uint32_t count = e < a.experts ? at<uint32_t>(a.counts)[e] : 0, jobs, tiles;
+    uint64_t blob = 0;
+    if (e < a.experts && a.resident)
+        blob = at<uint64_t>(a.resident)[e];
+    if (a.table) {
+        bool resident = blob != 0;
+        blob = 0;
+        if (count && !resident) {
+            uint32_t entry = at<volatile uint32_t>(a.table)[e]; /* shm_entry_make */
+            uint32_t group = entry >> 20 & 0x3ff, slot = entry & 0xfffff;
+            if (entry >> 30 == 2 && group >= a.group && group < a.group_end && slot < a.ring_slots)
+                blob = a.ring + slot * a.slot_bytes;
+        }
+    }
+    if (!blob)
+        count = 0;
+    uint32_t job = block_scan(count ? 1 : 0, scratch, &jobs);
+    uint32_t n_tiles = div_up(count, a.tile_tokens), tile = block_scan(n_tiles, scratch, &tiles);
+    if (count)
+        at<krn_cu_job>(a.jobs)[job] = {blob, at<uint32_t>(a.offsets)[e], count};
+    for (uint32_t i = 0; i < n_tiles; i++)
+        at<uint32_t>(a.tiles)[tile + i] = job << 16 | i;
+    if (e == 0)
+        *at<krn_cu_plan_head>(a.head) = {jobs, tiles, {0, 0}};
+}

@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Tiles in shared memory and the tensor-core step that all matrix kernels
+ * share: rows of 64 bf16 values, their eight 16-byte pieces XOR-ed with the
+ * row number so that neither stores nor ldmatrix meet in a bank.
+ *
+ * An output element is one chain of m16n8k16 steps over k = 0, 16, 32, ...
+ * whatever the tile's size, its place in it or the kernel: that is what makes
+ * a token's bits independent of its neighbours.
+ */
+#ifndef KRN_CU_TILE_CUH
+#define KRN_CU_TILE_CUH
+
+#include "kernels/krn_cu_common.cuh"
+
+#define TILE_ROW_BYTES 128u
+#define GEMM_THREADS   128
+
+DEV uint32_t tile_offset(uint32_t row, uint32_t piece)
+{
+    return row * TILE_ROW_BYTES + ((piece ^ (row & 7)) << 4);
+}
+
+/* How 4 warps share BM tokens x 128 weight rows. PAIRED: the tile's upper 64 rows belong to another matrix (up
+ * beside gate), and a warp takes the same rows of both halves. */
+template <int BM, bool PAIRED> struct warp_tile {
+    static constexpr int WARPS_M = BM == 128 ? 2 : 1, WARPS_N = 4 / WARPS_M;
+    static constexpr int MI = BM / WARPS_M / 16, NI = 128 / WARPS_N / 8;
+    float acc[MI][NI][4];
+    uint32_t wm, wn, lane;
+
+    __device__ __forceinline__ void init()
+    {
+        uint32_t warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        wm = warp / WARPS_N;
+        wn = warp % WARPS_N;
+    }
+
+    __device__ __forceinline__ void clear()
+    {
+#pragma unroll
+        for (int m = 0; m < MI; m++)
+#pragma unroll
+            for (int n = 0; n < NI; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    acc[m][n][i] = 0.0f;
+    }
+
+    /* First weight row of fragment n, and first token of fragment m. */
+    __device__ __forceinline__ uint32_t row_n(int n) const
+    {
+        if (!PAIRED)
+            return wn * NI * 8 + n * 8;
+        return n < NI / 2 ? wn * NI * 4 + n * 8 : 64 + wn * NI * 4 + (n - NI / 2) * 8;
+    }
+    __device__ __forceinline__ uint32_t row_m(int m) const
+    {
+        return wm * MI * 16 + m * 16;
+    }
+
+    /* One step of 64: tokens at a, weights at b. Warps whose tokens are all beyond `rows` skip it. */
+    __device__ __forceinline__ void step(uint32_t a, uint32_t b, uint32_t rows)
+    {
+        if (row_m(0) >= rows)
+            return;
+        const uint32_t sw = lane & 7;
+#pragma unroll
+        for (int kk = 0; kk < 4; kk++) {
+            uint32_t af[MI][4], bf[NI / 2][4];
+            const uint32_t pa = ((2 * kk + (lane >> 4)) ^ sw) << 4, pb = ((2 * kk + (lane >> 3 & 1)) ^ sw) << 4;
+#pragma unroll
+            for (int m = 0; m < MI; m++)
+                load_matrix(af[m], a + (row_m(m) + (lane & 15)) * TILE_ROW_BYTES + pa);
+#pragma unroll
+            for (int n = 0; n < NI / 2; n++)
+                load_matrix(bf[n], b + (row_n(2 * n) + (lane >> 4) * 8 + (lane & 7)) * TILE_ROW_BYTES + pb);
+#pragma unroll
+            for (int m = 0; m < MI; m++)
+#pragma unroll
+                for (int n = 0; n < NI; n++)
+                    mma(acc[m][n], af[m], bf[n / 2][2 * (n & 1)], bf[n / 2][2 * (n & 1) + 1]);
+        }
+    }
+};
+
+#endif
