@@ -9,8 +9,8 @@
 
 #include <stdint.h>
 
-#define KRN_CU_TILE_N      128u /* weight rows of a tile */
-#define KRN_CU_TILE_K      64u  /* weights of a row a step */
+#define KRN_CU_TILE_N      128u  /* weight rows of a tile */
+#define KRN_CU_TILE_K      64u   /* weights of a row a step */
 #define KRN_CU_GROUP_SLOTS 1024u /* slots that one block of the grouping kernels sorts */
 #define KRN_CU_SPLIT_KEYS  256u  /* keys of one part of decode attention */
 #define KRN_CU_SPLIT_HEADS 8u    /* query heads that share its loads */
@@ -92,13 +92,14 @@ struct krn_cu_count_args {
 
 /* Where a routing set becomes visible to expertd; all zero: nowhere. */
 struct krn_cu_publication {
-    uint64_t mask, tokens, predicted, published_ns, seq; /* addresses in mapped host memory; predicted may be 0 */
-    uint64_t value;                                      /* for seq */
+    uint64_t mask, tokens, predicted, published_ns,
+        seq;                 /* addresses in mapped host memory; predicted may be 0 */
+    uint64_t value;          /* for seq */
     int64_t clock_offset_ns; /* CLOCK_MONOTONIC minus the device's global timer */
 };
 
 struct krn_cu_finish_args {
-    uint64_t hist; /* in: counts; out: first position of the block's slots of the expert */
+    uint64_t hist;           /* in: counts; out: first position of the block's slots of the expert */
     uint64_t predicted_hist; /* 0: none */
     uint64_t counts, offsets;
     uint32_t blocks, experts;

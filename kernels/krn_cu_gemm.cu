@@ -99,33 +99,28 @@ DEV void run_tile(warp_tile<BM, PAIRED> &t, const half_tile &lower, const half_t
         fetch_raw(lower, step * KRN_CU_TILE_K, stride, raw);
         fetch_raw(upper, step * KRN_CU_TILE_K, stride, raw_upper);
     };
-    auto expand = [&](uint32_t step) {
-        uint8_t *tile = tile_b + (step & 1) * B_BYTES;
-        if (tid < 64)
-            expand_row(lower, tid, step * KRN_CU_TILE_K, stride, raw, tile, tid);
-        else
-            expand_row(upper, tid - 64, step * KRN_CU_TILE_K, stride, raw_upper, tile, tid);
-    };
-
+    const bool low = tid < 64;
+    const half_tile mine = {low ? lower.base : upper.base,   low ? lower.row0 : upper.row0,
+                            low ? lower.rows : upper.rows,   low ? lower.type : upper.type,
+                            low ? lower.cols : upper.cols,   low ? lower.row_bytes : upper.row_bytes};
+    /* Step -1 fills the pipeline: the weights of step 0 become bf16 while nothing is multiplied yet. */
     t.clear();
-    fetch_x(0);
     fetch(0);
-    fetch(1);
     copy_commit();
-    copy_wait<0>();
-    __syncthreads();
-    expand(0);
-    for (uint32_t step = 0; step < steps; step++) {
+    for (int step = -1; step < (int)steps; step++) {
+        const uint32_t next = step + 1;
         copy_wait<0>();
         __syncthreads();
-        if (step + 1 < steps)
-            fetch_x(step + 1);
-        if (step + 2 < steps)
-            fetch(step + 2);
+        if (next < steps)
+            fetch_x(next);
+        if (next + 1 < steps)
+            fetch(next + 1);
         copy_commit();
-        t.step(a0 + (step & 1) * A_BYTES, b0 + (step & 1) * B_BYTES, rows);
-        if (step + 1 < steps)
-            expand(step + 1);
+        if (step >= 0)
+            t.step(a0 + (step & 1) * A_BYTES, b0 + (step & 1) * B_BYTES, rows);
+        if (next < steps)
+            expand_row(mine, tid & 63, next * KRN_CU_TILE_K, stride, low ? raw : raw_upper,
+                       tile_b + (next & 1) * B_BYTES, tid);
     }
     __syncthreads(); /* the next tile overwrites */
 }

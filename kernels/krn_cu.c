@@ -1,0 +1,466 @@
+/* SPDX-License-Identifier: MIT */
+#include "kernels/krn_cu.h"
+
+#include "kernels/krn_fatbin.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+
+#define MODULES      4
+#define THREADS      256u
+#define GEMM_THREADS 128u
+#define GEMV_WARPS   8u
+#define GEMV_ROWS    2u
+#define TILE_BYTES   (128u * 128u) /* 128 rows of 64 bf16 */
+#define DENSE_SHARED (3 * 2 * TILE_BYTES)
+#define TILE_FEW     32u
+#define TILE_MANY    128u
+/* Tokens per expert, on average, from which the large tile pays. */
+#define EXPERT_MANY 40u
+
+/* X(kernel, module) */
+#define KERNELS(X)                                                                                           \
+    X(embed, basic)                                                                                          \
+    X(expand, basic)                                                                                         \
+    X(rmsnorm, basic)                                                                                        \
+    X(rope_table, basic)                                                                                     \
+    X(qkv, basic)                                                                                            \
+    X(combine, basic)                                                                                        \
+    X(gemv, basic)                                                                                           \
+    X(gate_up_gemv, basic)                                                                                   \
+    X(down_gemv, basic)                                                                                      \
+    X(scores, router)                                                                                        \
+    X(select_128, router)                                                                                    \
+    X(select_1024, router)                                                                                   \
+    X(count, router)                                                                                         \
+    X(finish, router)                                                                                        \
+    X(place, router)                                                                                         \
+    X(plan, router)                                                                                          \
+    X(dense, gemm)                                                                                           \
+    X(dense_few, gemm)                                                                                       \
+    X(gate_up, gemm)                                                                                         \
+    X(gate_up_few, gemm)                                                                                     \
+    X(down, gemm)                                                                                            \
+    X(down_few, gemm)                                                                                        \
+    X(attention_64, attn)                                                                                    \
+    X(attention_128, attn)                                                                                   \
+    X(decode_part, attn)                                                                                     \
+    X(decode_join, attn)
+
+#define ENUM(kernel, module) K_##kernel,
+enum kernel { KERNELS(ENUM) KERNEL_COUNT };
+enum module { M_basic, M_router, M_gemm, M_attn };
+static const char *const module_names[MODULES] = {"krn_cu_basic", "krn_cu_router", "krn_cu_gemm",
+                                                  "krn_cu_attn"};
+#define ROW(kernel, module) {"krn_cu_" #kernel, M_##module},
+static const struct {
+    const char *name;
+    enum module module;
+} kernels[KERNEL_COUNT] = {KERNELS(ROW)};
+
+struct krn_cu {
+    struct krn_cuda_device *device;
+    void *module[MODULES];
+    void *function[KERNEL_COUNT];
+};
+
+static uint32_t div_up(uint64_t a, uint32_t b)
+{
+    return (uint32_t)((a + b - 1) / b);
+}
+
+int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct krn_cu **ret_cu)
+{
+    struct krn_cu *cu = calloc(1, sizeof *cu);
+    if (!cu)
+        return -ENOMEM;
+    cu->device = device;
+    int rc = krn_cuda_enter(device);
+    for (int m = 0; rc == 0 && m < MODULES; m++)
+        rc = krn_cuda_module(module_names[m], &cu->module[m], err);
+    for (int k = 0; rc == 0 && k < KERNEL_COUNT; k++) {
+        /* these take what the shape at hand needs */
+        unsigned shared = kernels[k].module == M_gemm || k == K_attention_64 || k == K_attention_128
+                              ? device->shared_max
+                              : 0;
+        rc = krn_cuda_kernel(cu->module[kernels[k].module], kernels[k].name, shared, &cu->function[k], err);
+    }
+    if (rc) {
+        krn_cu_destroy(&cu);
+        return rc;
+    }
+    *ret_cu = cu;
+    return 0;
+}
+
+void krn_cu_destroy(struct krn_cu **cu)
+{
+    if (!*cu)
+        return;
+    for (int m = 0; m < MODULES; m++)
+        if ((*cu)->module[m])
+            krn_cuda.module_unload((*cu)->module[m]);
+    free(*cu);
+    *cu = NULL;
+}
+
+struct krn_cu_matrix krn_cu_matrix_of(const struct krn_mat *m, krn_cuda_ptr data)
+{
+    uint64_t row_bytes = 0;
+    krn_row_bytes(m->type, m->cols, &row_bytes);
+    return (struct krn_cu_matrix){data, m->type->ggml_id, m->rows, m->cols, (uint32_t)row_bytes};
+}
+
+struct grid {
+    uint32_t x, y, z, threads, shared;
+};
+
+static int launch(struct krn_cu *cu, enum kernel k, struct grid g, void *stream, const void *args)
+{
+    void *params[] = {(void *)args};
+    if (!g.x || !g.y || !g.z)
+        return 0;
+    return krn_cuda_check(
+        krn_cuda.launch(cu->function[k], g.x, g.y, g.z, g.threads, 1, 1, g.shared, stream, params, NULL),
+        kernels[k].name);
+}
+
+int krn_cu_embed(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr ids,
+                 uint32_t tokens, krn_cuda_ptr y)
+{
+    struct krn_cu_embed_args a = {.m = *m, .ids = ids, .y = y, .tokens = tokens};
+    return launch(cu, K_embed, (struct grid){tokens, 1, 1, 64, 0}, stream, &a);
+}
+
+int krn_cu_expand(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr y)
+{
+    struct krn_cu_expand_args a = {.m = *m, .y = y};
+    uint64_t units = (uint64_t)div_up(m->cols, 64) * m->rows;
+    uint32_t blocks = div_up(units, THREADS), most = (uint32_t)cu->device->multiprocessors * 32;
+    return launch(cu, K_expand, (struct grid){blocks < most ? blocks : most, 1, 1, THREADS, 0}, stream, &a);
+}
+
+int krn_cu_rmsnorm(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr weight, float eps,
+                   uint32_t tokens, uint32_t dim, krn_cuda_ptr y_f32, krn_cuda_ptr y_bf16)
+{
+    struct krn_cu_norm_args a = {x, weight, y_f32, y_bf16, tokens, dim, eps, 0};
+    return launch(cu, K_rmsnorm, (struct grid){tokens, 1, 1, THREADS, 0}, stream, &a);
+}
+
+/* Bytes of a row's raw weights in shared memory: an odd number of 16-byte pieces, so that threads that read a
+ * row each do not meet in a bank. */
+static uint32_t raw_stride(uint32_t type)
+{
+    switch (type) {
+    case KRN_Q4_K:
+        return 144;
+    case KRN_Q5_K:
+        return 176;
+    case KRN_Q6_K:
+        return 240; /* 210 from an address that is a multiple of 2 */
+    case KRN_Q4_0:
+        return 176; /* 144, likewise */
+    case KRN_Q8_0:
+        return 112; /* 64 weights are 68 bytes */
+    case KRN_F32:
+        return 272;
+    default:
+        return 144;
+    }
+}
+
+static uint32_t quantized_shared(uint32_t tile_tokens, uint32_t stride)
+{
+    return 2 * tile_tokens * 128 + 2 * TILE_BYTES + 2 * 128 * stride;
+}
+
+/* The stride, narrowed where the GPU has less shared memory; 0: does not fit. */
+static uint32_t fit_stride(const struct krn_cu *cu, uint32_t type, uint32_t tile_tokens)
+{
+    uint32_t stride = raw_stride(type), most = (uint32_t)cu->device->shared_max;
+    if (quantized_shared(tile_tokens, stride) > most)
+        stride -= 16; /* slower, enough for every type but F32's alignment needs none either */
+    return quantized_shared(tile_tokens, stride) > most ? 0 : stride;
+}
+
+uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m)
+{
+    return m->type == KRN_BF16 ? 0 : (uint64_t)m->rows * m->cols * 2;
+}
+
+int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
+                 uint32_t tokens, bool add, krn_cuda_ptr scratch, krn_cuda_ptr y)
+{
+    struct krn_cu_gemm_args a = {.m = *m, .x = x, .y = y, .tokens = tokens, .add = add};
+    if (m->cols % 16)
+        return -EINVAL;
+    if (tokens <= KRN_CU_DENSE_FEW && (a.raw_stride = fit_stride(cu, m->type, TILE_FEW)))
+        return launch(cu, K_dense_few,
+                      (struct grid){div_up(m->rows, KRN_CU_TILE_N), div_up(tokens, TILE_FEW), 1, GEMM_THREADS,
+                                    quantized_shared(TILE_FEW, a.raw_stride)},
+                      stream, &a);
+    if (m->type != KRN_BF16) {
+        int rc = krn_cu_expand(cu, stream, m, scratch);
+        if (rc)
+            return rc;
+        a.m = (struct krn_cu_matrix){scratch, KRN_BF16, m->rows, m->cols, m->cols * 2};
+    }
+    return launch(cu, K_dense,
+                  (struct grid){div_up(tokens, TILE_MANY), div_up(m->rows, KRN_CU_TILE_N), 1, GEMM_THREADS,
+                                DENSE_SHARED},
+                  stream, &a);
+}
+
+/* A vector as floats, 4 of padding behind each 64. */
+static uint32_t vector_shared(uint32_t cols)
+{
+    return div_up(cols, 64) * 68 * 4;
+}
+
+int krn_cu_gemv(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
+                uint32_t tokens, bool add, krn_cuda_ptr y)
+{
+    struct krn_cu_gemv_args a = {*m, x, y, tokens, add};
+    if (vector_shared(m->cols) > 48u * 1024)
+        return -EINVAL;
+    return launch(cu, K_gemv,
+                  (struct grid){div_up(m->rows, GEMV_WARPS * GEMV_ROWS), tokens, 1, GEMV_WARPS * 32,
+                                vector_shared(m->cols)},
+                  stream, &a);
+}
+
+int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
+                      float base, krn_cuda_ptr table)
+{
+    struct krn_cu_rope_table_args a = {table, position, tokens, head_dim, base};
+    uint64_t n = (uint64_t)tokens * (head_dim / 2);
+    return launch(cu, K_rope_table, (struct grid){div_up(n, THREADS), 1, 1, THREADS, 0}, stream, &a);
+}
+
+int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
+               uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr k, krn_cuda_ptr v,
+               krn_cuda_ptr q_weight, krn_cuda_ptr k_weight, float eps, krn_cuda_ptr table,
+               krn_cuda_ptr q_bf16)
+{
+    struct krn_cu_qkv_args a = {q,       k,     v,      q_weight, k_weight,     table,        q_bf16,
+                                kv->k,   kv->v, tokens, heads,    kv->kv_heads, kv->head_dim, position,
+                                kv->ctx, eps,   0};
+    if (kv->head_dim > 256 || kv->head_dim % 16)
+        return -EINVAL;
+    uint64_t warps = (uint64_t)tokens * (heads + 2 * kv->kv_heads);
+    return launch(cu, K_qkv, (struct grid){div_up(warps, THREADS / 32), 1, 1, THREADS, 0}, stream, &a);
+}
+
+static float score_scale(uint32_t head_dim)
+{
+    return (float)(1.4426950408889634 / sqrt((double)head_dim));
+}
+
+int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
+                     uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr y)
+{
+    struct krn_cu_attention_args a = {q,
+                                      kv->k,
+                                      kv->v,
+                                      y,
+                                      tokens,
+                                      position,
+                                      heads,
+                                      kv->kv_heads,
+                                      kv->head_dim,
+                                      kv->ctx,
+                                      score_scale(kv->head_dim),
+                                      0};
+    if ((kv->head_dim != 64 && kv->head_dim != 128) || kv->ctx % KRN_CU_KEY_BLOCK)
+        return -EINVAL;
+    uint32_t shared = (KRN_CU_QUERY_BLOCK + 4 * KRN_CU_KEY_BLOCK) * kv->head_dim * 2;
+    return launch(cu, kv->head_dim == 128 ? K_attention_128 : K_attention_64,
+                  (struct grid){heads, div_up(tokens, KRN_CU_QUERY_BLOCK), 1, GEMM_THREADS, shared}, stream,
+                  &a);
+}
+
+uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim)
+{
+    return (uint64_t)div_up(ctx, KRN_CU_SPLIT_KEYS) * tokens * heads * (head_dim + 2) * sizeof(float);
+}
+
+int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
+                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr scratch, krn_cuda_ptr y)
+{
+    uint32_t parts = div_up((uint64_t)position + tokens, KRN_CU_SPLIT_KEYS);
+    struct krn_cu_decode_args a = {q,
+                                   kv->k,
+                                   kv->v,
+                                   y,
+                                   scratch,
+                                   tokens,
+                                   position,
+                                   heads,
+                                   kv->kv_heads,
+                                   kv->head_dim,
+                                   kv->ctx,
+                                   parts,
+                                   score_scale(kv->head_dim)};
+    if (kv->head_dim > 128 || kv->head_dim % 16)
+        return -EINVAL;
+    uint32_t sets = div_up(heads / kv->kv_heads, KRN_CU_SPLIT_HEADS);
+    int rc = launch(cu, K_decode_part, (struct grid){parts, kv->kv_heads * sets, tokens, 128, 0}, stream, &a);
+    return rc ? rc : launch(cu, K_decode_join, (struct grid){heads, tokens, 1, 128, 0}, stream, &a);
+}
+
+int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr w, uint32_t tokens,
+                  uint32_t experts, uint32_t hidden, krn_cuda_ptr scores)
+{
+    struct krn_cu_scores_args a = {x, w, scores, tokens, experts, hidden, 0};
+    return launch(cu, K_scores, (struct grid){div_up(tokens, 32), div_up(experts, 128), 1, 256, 0}, stream,
+                  &a);
+}
+
+int krn_cu_select(struct krn_cu *cu, void *stream, krn_cuda_ptr scores, uint32_t tokens, uint32_t experts,
+                  uint32_t top_k, bool renorm, krn_cuda_ptr ids, krn_cuda_ptr weights)
+{
+    struct krn_cu_select_args a = {scores, ids, weights, tokens, experts, top_k, renorm};
+    if (experts > KRN_EXPERTS_MAX || top_k > experts)
+        return -EINVAL;
+    return launch(cu, experts <= 128 ? K_select_128 : K_select_1024,
+                  (struct grid){div_up(tokens, 4), 1, 1, 128, 0}, stream, &a);
+}
+
+uint64_t krn_cu_hist_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts)
+{
+    return (uint64_t)div_up((uint64_t)tokens * top_k, KRN_CU_GROUP_SLOTS) * experts * 4;
+}
+
+int krn_cu_group(struct krn_cu *cu, void *stream, krn_cuda_ptr ids, krn_cuda_ptr predicted_ids,
+                 uint32_t tokens, uint32_t experts, uint32_t top_k,
+                 const struct krn_cu_publication *publication, const struct krn_cu_groups *groups)
+{
+    uint32_t slots = tokens * top_k, blocks = div_up(slots, KRN_CU_GROUP_SLOTS);
+    bool predicts = predicted_ids && groups->predicted_hist;
+    struct krn_cu_count_args count = {ids, groups->hist, slots, experts};
+    struct krn_cu_count_args expected = {predicted_ids, groups->predicted_hist, slots, experts};
+    struct krn_cu_finish_args finish = {.hist = groups->hist,
+                                        .predicted_hist = predicts ? groups->predicted_hist : 0,
+                                        .counts = groups->counts,
+                                        .offsets = groups->offsets,
+                                        .blocks = blocks,
+                                        .experts = experts};
+    struct krn_cu_place_args place = {ids, groups->hist, groups->slots, slots, experts};
+    const struct grid grid = {blocks, 1, 1, THREADS, experts * 4};
+    if (experts > KRN_EXPERTS_MAX)
+        return -EINVAL;
+    if (publication)
+        finish.publication = *publication;
+    int rc = launch(cu, K_count, grid, stream, &count);
+    if (rc == 0 && predicts)
+        rc = launch(cu, K_count, grid, stream, &expected);
+    if (rc == 0)
+        rc = launch(cu, K_finish, (struct grid){1, 1, 1, 1024, 0}, stream, &finish);
+    if (rc == 0)
+        rc = launch(cu, K_place, (struct grid){blocks, 1, 1, div_up(experts, 32) * 32, 0}, stream, &place);
+    return rc;
+}
+
+/* The plan: head, jobs [experts], tiles. */
+#define PLAN_HEAD 256u
+
+static uint64_t plan_jobs_bytes(uint32_t experts)
+{
+    return (experts * sizeof(struct krn_cu_job) + 255) & ~UINT64_C(255);
+}
+
+uint64_t krn_cu_plan_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts)
+{
+    uint64_t slots = (uint64_t)tokens * top_k; /* in decode a tile is one slot */
+    return PLAN_HEAD + plan_jobs_bytes(experts) + 4 * (slots + experts);
+}
+
+/* Blocks that fit on the GPU at a time; they walk over the tiles. */
+static uint32_t persistent_blocks(const struct krn_cu *cu, uint32_t shared)
+{
+    uint32_t each =
+        228u * 1024 / (shared + 1024); /* registers allow two of the large tiles; more just wait */
+    return (uint32_t)cu->device->multiprocessors * (each < 1 ? 1 : each > 4 ? 4 : each);
+}
+
+int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_run *run)
+{
+    const struct krn_cu_expert_shape *s = run->shape;
+    const uint32_t slots = run->tokens * s->top_k;
+    const uint32_t types[3] = {s->gate.type, s->up.type, s->down.type};
+    uint32_t tile = run->decode                         ? 1
+                    : slots / s->experts >= EXPERT_MANY ? TILE_MANY
+                                                        : TILE_FEW,
+             stride[3] = {0};
+    if (s->gate.cols % 16 || s->down.cols % 16 || s->experts > KRN_EXPERTS_MAX || slots / TILE_FEW > 0xffff)
+        return -EINVAL;
+    for (int i = 0; i < 3 && tile > 1; i++)
+        if (!(stride[i] = fit_stride(cu, types[i], tile))) {
+            if (tile == TILE_FEW)
+                return -EINVAL;
+            tile = TILE_FEW;
+            i = -1;
+        }
+    struct krn_cu_plan_args plan = {.table = run->table,
+                                    .resident = run->resident,
+                                    .ring = run->ring,
+                                    .slot_bytes = run->slot_bytes,
+                                    .counts = run->groups->counts,
+                                    .offsets = run->groups->offsets,
+                                    .head = run->plan,
+                                    .jobs = run->plan + PLAN_HEAD,
+                                    .tiles = run->plan + PLAN_HEAD + plan_jobs_bytes(s->experts),
+                                    .experts = s->experts,
+                                    .group = run->group,
+                                    .group_end = run->group_end,
+                                    .tile_tokens = tile,
+                                    .ring_slots = run->ring_slots};
+    struct krn_cu_expert_args up = {.head = plan.head,
+                                    .jobs = plan.jobs,
+                                    .tiles = plan.tiles,
+                                    .slots = run->groups->slots,
+                                    .a = s->gate,
+                                    .b = s->up,
+                                    .x = run->x_bf16,
+                                    .y = run->hidden_rows,
+                                    .top_k = s->top_k,
+                                    .raw_stride = stride[0] > stride[1] ? stride[0] : stride[1]};
+    struct krn_cu_expert_args down = up;
+    down.a = down.b = s->down;
+    down.x = run->hidden_rows;
+    down.y = run->out;
+    down.raw_stride = stride[2];
+
+    int rc = launch(cu, K_plan, (struct grid){1, 1, 1, 1024, 0}, stream, &plan);
+    if (rc)
+        return rc;
+    if (tile == 1) {
+        uint32_t shared = vector_shared(s->gate.cols), shared_down = vector_shared(s->down.cols);
+        if (shared > 48u * 1024 || shared_down > 48u * 1024)
+            return -EINVAL;
+        rc = launch(cu, K_gate_up_gemv,
+                    (struct grid){div_up(s->gate.rows, GEMV_WARPS), slots, 1, GEMV_WARPS * 32, shared},
+                    stream, &up);
+        return rc ? rc
+                  : launch(cu, K_down_gemv,
+                           (struct grid){div_up(s->down.rows, GEMV_WARPS), slots, 1, GEMV_WARPS * 32,
+                                         shared_down},
+                           stream, &down);
+    }
+    uint32_t shared = quantized_shared(tile, up.raw_stride), shared_down = quantized_shared(tile, stride[2]);
+    rc = launch(cu, tile == TILE_MANY ? K_gate_up : K_gate_up_few,
+                (struct grid){persistent_blocks(cu, shared), 1, 1, GEMM_THREADS, shared}, stream, &up);
+    return rc ? rc
+              : launch(cu, tile == TILE_MANY ? K_down : K_down_few,
+                       (struct grid){persistent_blocks(cu, shared_down), 1, 1, GEMM_THREADS, shared_down},
+                       stream, &down);
+}
+
+int krn_cu_combine(struct krn_cu *cu, void *stream, krn_cuda_ptr out, krn_cuda_ptr weights, uint32_t tokens,
+                   uint32_t top_k, uint32_t hidden, krn_cuda_ptr y)
+{
+    struct krn_cu_combine_args a = {out, weights, y, tokens, top_k, hidden, 0};
+    uint64_t n = (uint64_t)tokens * (hidden / 4);
+    return launch(cu, K_combine, (struct grid){div_up(n, THREADS), 1, 1, THREADS, 0}, stream, &a);
+}

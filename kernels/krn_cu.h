@@ -1,0 +1,145 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * CUDA device compute: the operations of krn_host.h on a GPU, enqueued on a
+ * stream. Owns the loaded kernels only; memory, streams and their order are
+ * the caller's. Addresses are device addresses unless a comment says host
+ * (mapped) memory. Nothing here blocks or allocates except _create; all calls
+ * return 0, -EINVAL (a shape no kernel has) or the driver's error.
+ *
+ * Numbers: the residual stream, scores and expert outputs are float32; what a
+ * matrix product multiplies is bf16 (normed activations, q, attention output,
+ * hidden rows, weights on the way), sums are float32. KV is bf16.
+ *
+ * Batch-invariant, in two families. A token of a chunk (dense, experts,
+ * attention) gets the same bits whatever the chunk's size and its place in it.
+ * A decoded token (gemv, decode) gets the same bits whatever else is in the
+ * call. The two families sum in different orders, so a token belongs to one
+ * of them by what it is - prompt or generated - never by how many there are.
+ *
+ * Activation buffers are 16-byte aligned; dims are multiples of 16 as in
+ * krn_host_shape_check. Weights: see krn_cu_matrix.
+ */
+#ifndef KRN_CU_H
+#define KRN_CU_H
+
+#include <stdbool.h>
+
+#include "kernels/krn_cu_args.h"
+#include "kernels/krn_cuda.h"
+#include "kernels/krn_host.h"
+
+struct krn_cu;
+
+/* Loads the embedded kernels into the device's context (entered by the caller's thread from then on). The
+ * device outlives it. -ENOENT built without nvcc; -EOPNOTSUPP no code for this GPU. */
+int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct krn_cu **ret_cu);
+void krn_cu_destroy(struct krn_cu **cu);
+
+/* m with its bytes at `data` on the device, 16-byte aligned and readable up to the next multiple of 16. */
+struct krn_cu_matrix krn_cu_matrix_of(const struct krn_mat *m, krn_cuda_ptr data);
+
+/* Dense. x_bf16 [tokens][cols]. */
+int krn_cu_embed(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr ids,
+                 uint32_t tokens, krn_cuda_ptr y);
+
+/* y_f32 and y_bf16 [tokens][dim]: either may be 0. weight float [dim]. */
+int krn_cu_rmsnorm(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr weight, float eps,
+                   uint32_t tokens, uint32_t dim, krn_cuda_ptr y_f32, krn_cuda_ptr y_bf16);
+
+/* Bytes of scratch that krn_cu_dense wants for m (its weights as bf16); 0 for BF16 weights. */
+uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m);
+
+/* y [tokens][rows] = (add: +=) x * m'. Up to KRN_CU_DENSE_FEW tokens weights are made bf16 tile by tile,
+ * beyond that once, into scratch; the bits are the same. */
+#define KRN_CU_DENSE_FEW 64u
+int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_bf16,
+                 uint32_t tokens, bool add, krn_cuda_ptr scratch, krn_cuda_ptr y);
+
+/* The same for generated tokens: bound by reading m once a token. cols <= 48K. */
+int krn_cu_gemv(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_bf16,
+                uint32_t tokens, bool add, krn_cuda_ptr y);
+
+/* Attention. table float [tokens][head_dim], as krn_host_rope_table. */
+int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
+                      float base, krn_cuda_ptr table);
+
+/* KV of one layer: bf16, k and v [kv_heads][ctx][head_dim], ctx a multiple of 64. */
+struct krn_cu_kv {
+    krn_cuda_ptr k, v;
+    uint32_t ctx, kv_heads, head_dim;
+};
+
+/* q, k, v float [tokens][heads or kv_heads][head_dim] from the projections. Norm of each head of q and k
+ * (weights float [head_dim], 0: none), rotation, rounding: q to q_bf16, k and v into the cache at
+ * position .. position + tokens - 1. head_dim <= 256. */
+int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
+               uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr k, krn_cuda_ptr v,
+               krn_cuda_ptr q_weight, krn_cuda_ptr k_weight, float eps, krn_cuda_ptr table,
+               krn_cuda_ptr q_bf16);
+
+/* Token t sees keys 0 .. position + t. head_dim 64 or 128. y bf16 [tokens][heads][head_dim]. */
+int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
+                     uint32_t tokens, uint32_t heads, krn_cuda_ptr q_bf16, krn_cuda_ptr y_bf16);
+
+/* For generated tokens, at consecutive positions of one conversation. scratch: krn_cu_decode_scratch_bytes.
+ */
+uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim);
+int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
+                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q_bf16, krn_cuda_ptr scratch,
+                  krn_cuda_ptr y_bf16);
+
+/* Router. scores [tokens][experts] = x_f32 [tokens][hidden] * w [experts][hidden], float32. */
+int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x_f32, krn_cuda_ptr w, uint32_t tokens,
+                  uint32_t experts, uint32_t hidden, krn_cuda_ptr scores);
+
+/* As krn_host_router: ids, weights [tokens][top_k]. */
+int krn_cu_select(struct krn_cu *cu, void *stream, krn_cuda_ptr scores, uint32_t tokens, uint32_t experts,
+                  uint32_t top_k, bool renorm, krn_cuda_ptr ids, krn_cuda_ptr weights);
+
+/* Grouping: slots (t * top_k + s) sorted by expert, ascending inside one, as krn_host_group. */
+struct krn_cu_groups {
+    krn_cuda_ptr counts, offsets, slots; /* uint32 [experts], [experts + 1], [tokens * top_k] */
+    krn_cuda_ptr hist, predicted_hist;   /* scratch, krn_cu_hist_bytes each; predicted_hist may be 0 */
+};
+uint64_t krn_cu_hist_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts);
+
+/* predicted_ids: 0, or the choices of the next layer's router, whose counts are published with it.
+ * publication: NULL, or where the set becomes visible (host memory): mask of KRN_EXPERTS_MAX bits and counts
+ * first, then the time, then, after a system-wide fence, seq = value. */
+int krn_cu_group(struct krn_cu *cu, void *stream, krn_cuda_ptr ids, krn_cuda_ptr predicted_ids,
+                 uint32_t tokens, uint32_t experts, uint32_t top_k,
+                 const struct krn_cu_publication *publication, const struct krn_cu_groups *groups);
+
+/* An expert layer's shape: parts of a blob by their offsets (data), in storage form. */
+struct krn_cu_expert_shape {
+    struct krn_cu_matrix gate, up, down;
+    uint32_t experts, top_k;
+};
+
+/* Scratch of the experts: plan (head, jobs, tiles), and the hidden rows bf16 [tokens * top_k][width]. */
+uint64_t krn_cu_plan_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts);
+
+struct krn_cu_expert_run {
+    const struct krn_cu_expert_shape *shape;
+    const struct krn_cu_groups *groups;
+    krn_cuda_ptr resident; /* uint64 [experts] blob addresses, 0 where streamed; 0: none */
+    krn_cuda_ptr table;    /* host memory: the layer's slot table; 0: run the residents */
+    krn_cuda_ptr ring;     /* with a table: groups group .. group_end - 1 are run */
+    uint64_t slot_bytes;
+    uint32_t ring_slots, group, group_end;
+    uint32_t tokens;
+    bool decode;                    /* the family of generated tokens */
+    krn_cuda_ptr x_bf16;            /* [tokens][hidden] */
+    krn_cuda_ptr plan, hidden_rows; /* scratch */
+    krn_cuda_ptr out;               /* float [tokens * top_k][hidden]: rows of the experts that ran */
+};
+int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_run *run);
+
+/* y[t] += sum over s, in order, of weights[t][s] * out[t * top_k + s]. */
+int krn_cu_combine(struct krn_cu *cu, void *stream, krn_cuda_ptr out, krn_cuda_ptr weights, uint32_t tokens,
+                   uint32_t top_k, uint32_t hidden, krn_cuda_ptr y);
+
+/* Weights to bf16 [rows][cols]. */
+int krn_cu_expand(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr y_bf16);
+
+#endif

@@ -1,0 +1,380 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * How fast the CUDA kernels are, at the shapes of a 30B-A3B model: one line a
+ * case with its time and its rate. Median of a few runs, inputs random, weights
+ * larger than the cache. Exit 77 without a driver.
+ *
+ *     b_cu_kernels [NAME...]      only these: experts dense attention decode small
+ */
+#include <stdbool.h>
+
+#include "tests/gpu/cu_kit.h"
+
+#define HIDDEN  2048u
+#define WIDTH   768u
+#define EXPERTS 128u
+#define TOP_K   8u
+#define RUNS    7
+
+static int by_value(const void *a, const void *b)
+{
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* Median ms of RUNS calls after two more. */
+static double time_ms(void (*run)(void *), void *ctx)
+{
+    void *begin, *end;
+    float ms[RUNS];
+    NEED(KRN_CUDA(event_create, &begin, 0) || KRN_CUDA(event_create, &end, 0));
+    for (int i = -2; i < RUNS; i++) {
+        NEED(KRN_CUDA(event_record, begin, stream));
+        run(ctx);
+        NEED(KRN_CUDA(event_record, end, stream) || KRN_CUDA(event_synchronize, end));
+        if (i >= 0)
+            NEED(KRN_CUDA(event_elapsed, &ms[i], begin, end));
+    }
+    krn_cuda.event_destroy(begin);
+    krn_cuda.event_destroy(end);
+    qsort(ms, RUNS, sizeof *ms, by_value);
+    return ms[RUNS / 2];
+}
+
+static void line(const char *what, double ms, double flop, double bytes)
+{
+    printf("%-46s %9.3f ms", what, ms);
+    if (flop > 0)
+        printf(" %8.1f TFLOP/s", flop / ms * 1e-9);
+    if (bytes > 0)
+        printf(" %8.1f GB/s", bytes / ms * 1e-6);
+    putchar('\n');
+    fflush(stdout);
+}
+
+static const struct krn_type *type_of(const char *name)
+{
+    return krn_type_by_name(name);
+}
+
+/* rows x cols of random weights; large ones repeat a piece. */
+static struct krn_cu_matrix weights(const struct krn_type *type, uint32_t rows, uint32_t cols)
+{
+    uint32_t piece = rows < 1024 ? rows : 1024;
+    struct krn_mat m = {krn_rand_weights(&rng, type, piece, cols), type, rows, cols};
+    struct krn_cu_matrix r = krn_cu_matrix_of(&m, 0);
+    r.data = cu_alloc((size_t)rows * r.row_bytes);
+    for (uint32_t at = 0; at < rows; at += piece)
+        cu_put(r.data + (size_t)at * r.row_bytes, m.data,
+               (size_t)(rows - at < piece ? rows - at : piece) * r.row_bytes);
+    free((void *)m.data);
+    return r;
+}
+
+static krn_cuda_ptr activations(size_t n)
+{
+    size_t piece = n < 1u << 20 ? n : 1u << 20;
+    float *x = krn_rand_floats(&rng, piece, 1);
+    uint16_t *h = bf16_round(x, piece);
+    krn_cuda_ptr p = cu_alloc(n * 2);
+    for (size_t at = 0; at < n; at += piece)
+        cu_put(p + at * 2, h, (n - at < piece ? n - at : piece) * 2);
+    free(x), free(h);
+    return p;
+}
+
+static krn_cuda_ptr random_floats(size_t n)
+{
+    float *x = krn_rand_floats(&rng, n, 1);
+    krn_cuda_ptr p = cu_copy(x, n * 4);
+    free(x);
+    return p;
+}
+
+struct expert_bench {
+    struct krn_cu_expert_run run;
+    struct krn_cu_expert_shape shape;
+    struct krn_cu_groups groups;
+    krn_cuda_ptr ids;
+};
+
+static void run_experts(void *ctx)
+{
+    struct expert_bench *b = ctx;
+    NEED(krn_cu_experts(cu, stream, &b->run));
+}
+
+static void bench_experts(const char *up_name, const char *down_name, uint32_t tokens, bool decode)
+{
+    const struct krn_type *up = type_of(up_name), *down = type_of(down_name);
+    uint64_t ru, rd;
+    NEED(krn_row_bytes(up, HIDDEN, &ru) || krn_row_bytes(down, WIDTH, &rd));
+    size_t part = ru * WIDTH, blob = 2 * part + rd * HIDDEN, stride = (blob + 255) & ~(size_t)255;
+    krn_cuda_ptr store = cu_alloc(stride * EXPERTS);
+    uint64_t address[EXPERTS];
+    void *g = krn_rand_weights(&rng, up, 2 * WIDTH, HIDDEN), *d = krn_rand_weights(&rng, down, HIDDEN, WIDTH);
+    for (uint32_t e = 0; e < EXPERTS; e++) {
+        address[e] = store + e * stride;
+        cu_put(address[e], g, 2 * part);
+        cu_put(address[e] + 2 * part, d, rd * HIDDEN);
+    }
+    free(g), free(d);
+    size_t slots = (size_t)tokens * TOP_K;
+    uint32_t *ids = krn_alloc(slots * 4);
+    for (uint32_t t = 0; t < tokens; t++)
+        for (uint32_t s = 0; s < TOP_K; s++)
+            ids[t * TOP_K + s] = (krn_rand(&rng) % (EXPERTS / TOP_K)) * TOP_K + s;
+    struct expert_bench b = {.shape = {{0, up->ggml_id, WIDTH, HIDDEN, (uint32_t)ru},
+                                       {part, up->ggml_id, WIDTH, HIDDEN, (uint32_t)ru},
+                                       {2 * part, down->ggml_id, HIDDEN, WIDTH, (uint32_t)rd},
+                                       EXPERTS,
+                                       TOP_K},
+                             .groups = {cu_alloc(EXPERTS * 4), cu_alloc(EXPERTS * 4 + 4), cu_alloc(slots * 4),
+                                        cu_alloc(krn_cu_hist_bytes(tokens, TOP_K, EXPERTS)), 0},
+                             .ids = cu_copy(ids, slots * 4)};
+    NEED(krn_cu_group(cu, stream, b.ids, 0, tokens, EXPERTS, TOP_K, NULL, &b.groups));
+    b.run = (struct krn_cu_expert_run){.shape = &b.shape,
+                                       .groups = &b.groups,
+                                       .resident = cu_copy(address, sizeof address),
+                                       .tokens = tokens,
+                                       .decode = decode,
+                                       .x_bf16 = activations((size_t)tokens * HIDDEN),
+                                       .plan = cu_alloc(krn_cu_plan_bytes(tokens, TOP_K, EXPERTS)),
+                                       .hidden_rows = cu_alloc(slots * WIDTH * 2),
+                                       .out = cu_alloc(slots * HIDDEN * 4)};
+    uint8_t used[EXPERTS] = {0};
+    double n_used = 0;
+    for (size_t i = 0; i < slots; i++)
+        used[ids[i]] = 1;
+    for (uint32_t e = 0; e < EXPERTS; e++)
+        n_used += used[e];
+    char what[64];
+    snprintf(what, sizeof what, "experts %s/%s, %u tokens%s", up_name, down_name, tokens,
+             decode ? ", decode" : "");
+    line(what, time_ms(run_experts, &b), 6.0 * HIDDEN * WIDTH * (double)slots, n_used * (double)blob);
+    free(ids);
+    cu_free_all();
+}
+
+struct dense_bench {
+    struct krn_cu_matrix m[8];
+    uint32_t copies, tokens, next;
+    krn_cuda_ptr x, y, scratch;
+};
+
+static void run_dense(void *ctx)
+{
+    struct dense_bench *b = ctx;
+    NEED(krn_cu_dense(cu, stream, &b->m[b->next++ % b->copies], b->x, b->tokens, false, b->scratch, b->y));
+}
+
+static void run_gemv(void *ctx)
+{
+    struct dense_bench *b = ctx;
+    for (uint32_t i = 0; i < b->copies; i++)
+        NEED(krn_cu_gemv(cu, stream, &b->m[i], b->x, b->tokens, false, b->y));
+}
+
+static void bench_dense(const char *type, uint32_t rows, uint32_t cols, uint32_t tokens)
+{
+    struct dense_bench b = {.copies = 1, .tokens = tokens};
+    b.m[0] = weights(type_of(type), rows, cols);
+    b.x = activations((size_t)tokens * cols);
+    b.y = cu_alloc((size_t)tokens * rows * 4);
+    b.scratch = cu_alloc((size_t)rows * cols * 2);
+    char what[64];
+    snprintf(what, sizeof what, "dense %s %u x %u, %u tokens", type, rows, cols, tokens);
+    line(what, time_ms(run_dense, &b), 2.0 * rows * cols * tokens,
+         tokens <= 64 ? (double)rows * b.m[0].row_bytes : 0);
+    cu_free_all();
+}
+
+static void bench_gemv(const char *type, uint32_t rows, uint32_t cols)
+{
+    struct dense_bench b = {.copies = 4, .tokens = 1};
+    for (uint32_t i = 0; i < b.copies; i++)
+        b.m[i] = weights(type_of(type), rows, cols);
+    b.x = activations(cols);
+    b.y = cu_alloc((size_t)rows * 4);
+    char what[64];
+    snprintf(what, sizeof what, "gemv %s %u x %u, 4 in turn", type, rows, cols);
+    line(what, time_ms(run_gemv, &b), 0, 4.0 * rows * b.m[0].row_bytes);
+    cu_free_all();
+}
+
+struct attention_bench {
+    struct krn_cu_kv kv;
+    uint32_t position, tokens, heads;
+    krn_cuda_ptr q, y, scratch;
+};
+
+static void run_attention(void *ctx)
+{
+    struct attention_bench *b = ctx;
+    NEED(krn_cu_attention(cu, stream, &b->kv, b->position, b->tokens, b->heads, b->q, b->y));
+}
+
+static void run_decode(void *ctx)
+{
+    struct attention_bench *b = ctx;
+    NEED(krn_cu_decode(cu, stream, &b->kv, b->position, b->tokens, b->heads, b->q, b->scratch, b->y));
+}
+
+static void bench_attention(uint32_t position, uint32_t tokens, uint32_t head_dim, bool decode)
+{
+    const uint32_t heads = 4096 / head_dim, kv_heads = 4, ctx = (position + tokens + 63) / 64 * 64;
+    size_t cache = (size_t)ctx * kv_heads * head_dim, n = (size_t)tokens * heads * head_dim;
+    struct attention_bench b = {{activations(cache), activations(cache), ctx, kv_heads, head_dim},
+                                position,
+                                tokens,
+                                heads,
+                                activations(n),
+                                cu_alloc(n * 2),
+                                decode ? cu_alloc(krn_cu_decode_scratch_bytes(ctx, tokens, heads, head_dim))
+                                       : 0};
+    double pairs = (double)tokens * position + 0.5 * (double)tokens * ((double)tokens + 1);
+    char what[64];
+    snprintf(what, sizeof what, "%s attention hd %u, %u tokens at %u", decode ? "decode" : "prompt", head_dim,
+             tokens, position);
+    line(what, time_ms(decode ? run_decode : run_attention, &b), 4.0 * head_dim * heads * pairs,
+         decode ? 4.0 * (double)cache : 0);
+    cu_free_all();
+}
+
+/* Everything around the products, for a chunk of so many tokens. */
+struct small_bench {
+    uint32_t tokens;
+    krn_cuda_ptr x, w, f32, bf16, router, scores, ids, weights, out, q, k, v, table, qh;
+    struct krn_cu_groups groups;
+    struct krn_cu_kv kv;
+};
+
+static void run_norm(void *ctx)
+{
+    struct small_bench *b = ctx;
+    NEED(krn_cu_rmsnorm(cu, stream, b->x, b->w, 1e-6f, b->tokens, HIDDEN, b->f32, b->bf16));
+}
+static void run_scores(void *ctx)
+{
+    struct small_bench *b = ctx;
+    NEED(krn_cu_scores(cu, stream, b->f32, b->router, b->tokens, EXPERTS, HIDDEN, b->scores));
+}
+static void run_select(void *ctx)
+{
+    struct small_bench *b = ctx;
+    NEED(krn_cu_select(cu, stream, b->scores, b->tokens, EXPERTS, TOP_K, true, b->ids, b->weights));
+}
+static void run_group(void *ctx)
+{
+    struct small_bench *b = ctx;
+    NEED(krn_cu_group(cu, stream, b->ids, b->ids, b->tokens, EXPERTS, TOP_K, NULL, &b->groups));
+}
+static void run_combine(void *ctx)
+{
+    struct small_bench *b = ctx;
+    NEED(krn_cu_combine(cu, stream, b->out, b->weights, b->tokens, TOP_K, HIDDEN, b->x));
+}
+static void run_qkv(void *ctx)
+{
+    struct small_bench *b = ctx;
+    NEED(krn_cu_qkv(cu, stream, &b->kv, 0, b->tokens, 32, b->q, b->k, b->v, b->w, b->w, 1e-6f, b->table,
+                    b->qh));
+}
+
+static void bench_small(uint32_t tokens)
+{
+    size_t t = tokens, hist = krn_cu_hist_bytes(tokens, TOP_K, EXPERTS);
+    struct small_bench b = {
+        .tokens = tokens,
+        .x = random_floats(t * HIDDEN),
+        .w = random_floats(HIDDEN),
+        .f32 = cu_alloc(t * HIDDEN * 4),
+        .bf16 = cu_alloc(t * HIDDEN * 2),
+        .router = random_floats(EXPERTS * HIDDEN),
+        .scores = cu_alloc(t * EXPERTS * 4),
+        .ids = cu_alloc(t * TOP_K * 4),
+        .weights = cu_alloc(t * TOP_K * 4),
+        .out = cu_alloc(t * TOP_K * HIDDEN * 4),
+        .q = random_floats(t * 4096),
+        .k = random_floats(t * 512),
+        .v = random_floats(t * 512),
+        .table = cu_alloc(t * 128 * 4),
+        .qh = cu_alloc(t * 4096 * 2),
+        .groups = {cu_alloc(EXPERTS * 4), cu_alloc(EXPERTS * 4 + 4), cu_alloc(t * TOP_K * 4), cu_alloc(hist),
+                   cu_alloc(hist)},
+        .kv = {cu_alloc(t * 512 * 2), cu_alloc(t * 512 * 2), tokens, 4, 128},
+    };
+    NEED(krn_cu_rope_table(cu, stream, 0, tokens, 128, 1e6f, b.table));
+    printf("%u tokens:\n", tokens);
+    line("  norm", time_ms(run_norm, &b), 0, (double)t * HIDDEN * 14);
+    line("  scores", time_ms(run_scores, &b), 2.0 * t * HIDDEN * EXPERTS, 0);
+    line("  choice", time_ms(run_select, &b), 0, (double)t * EXPERTS * 4);
+    line("  grouping with prediction", time_ms(run_group, &b), 0, 0);
+    line("  combine", time_ms(run_combine, &b), 0, (double)t * HIDDEN * (TOP_K * 4 + 8));
+    line("  norm, rotation, KV", time_ms(run_qkv, &b), 0, (double)t * 5120 * 6);
+    cu_free_all();
+}
+
+int main(int argc, char **argv)
+{
+    int rc = cu_open();
+    if (rc)
+        return rc;
+    char text[128];
+    krn_cuda_device_describe(device, text, sizeof text);
+    printf("%s\n", text);
+    bool all = argc < 2;
+#define WANTED(name) (all || strstr(args, " " name " "))
+    char args[256] = " ";
+    for (int i = 1; i < argc && strlen(args) + strlen(argv[i]) + 2 < sizeof args; i++) {
+        strcat(args, argv[i]);
+        strcat(args, " ");
+    }
+    if (WANTED("experts")) {
+        bench_experts("Q4_K", "Q4_K", 4096, false);
+        bench_experts("Q4_K", "Q6_K", 4096, false);
+        static const char *const types[] = {"Q8_0", "Q4_0", "Q5_K", "Q6_K", "F16", "BF16", "F32"};
+        for (int i = 0; i < 7; i++)
+            bench_experts(types[i], types[i], 4096, false);
+        static const uint32_t tokens[] = {64, 256, 512, 1024, 2048, 32768};
+        for (int i = 0; i < 6; i++)
+            bench_experts("Q4_K", "Q4_K", tokens[i], false);
+        bench_experts("Q4_K", "Q4_K", 1, true);
+        bench_experts("Q4_K", "Q4_K", 8, true);
+    }
+    if (WANTED("dense")) {
+        static const char *const types[] = {"BF16", "Q4_K", "Q6_K", "Q8_0"};
+        for (int i = 0; i < 4; i++) {
+            bench_dense(types[i], 4096, 2048, 4096);
+            bench_dense(types[i], 2048, 4096, 4096);
+        }
+        bench_dense("Q4_K", 512, 2048, 4096);
+        bench_dense("BF16", 8192, 8192, 8192);
+        bench_dense("Q4_K", 4096, 2048, 1024);
+        bench_dense("Q4_K", 4096, 2048, 32);
+    }
+    if (WANTED("attention")) {
+        bench_attention(0, 4096, 128, false);
+        bench_attention(0, 32768, 128, false);
+        bench_attention(18800, 1790, 128, false);
+        bench_attention(0, 32768, 64, false);
+    }
+    if (WANTED("decode")) {
+        static const char *const types[] = {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "BF16", "F32"};
+        for (int i = 0; i < 7; i++)
+            bench_gemv(types[i], 151936, 2048);
+        bench_gemv("Q4_K", 16384, 4096);
+        bench_attention(32767, 1, 128, true);
+        bench_attention(4095, 1, 128, true);
+    }
+    if (WANTED("small")) {
+        bench_small(1);
+        bench_small(1024);
+        bench_small(4096);
+        bench_small(32768);
+    }
+    krn_cuda.stream_destroy(stream);
+    krn_cu_destroy(&cu);
+    krn_cuda_device_close(&device);
+    return 0;
+}
