@@ -66,8 +66,8 @@ int inf_engine_open(const struct inf_engine_config *config, struct shm_error *er
     if (e->chunk > e->ctx)
         e->chunk = e->ctx;
     if ((rc = krn_pool_create(config->threads, &e->pool))) {
-        shm_error_set(err, rc, "%u compute threads cannot be started: choose fewer by --threads",
-                      config->threads);
+        shm_error_set(err, rc, "compute threads cannot be started: %s: choose fewer by --threads",
+                      strerror(-rc));
         goto fail;
     }
     if ((rc = inf_graph_create(e->model, e->pool, e->chunk, err, &e->graph)))

@@ -197,7 +197,7 @@ static int create_segments(struct inf_store *s, struct shm_error *err)
     shm_worker_view(s->control_base, &s->layout, &s->control);
     uint64_t start;
     if ((rc = prt_process_start(getpid(), &start)))
-        return shm_error_set(err, rc, "/proc/self/stat cannot be read: is /proc mounted?");
+        return shm_error_set(err, rc, "/proc/self/stat cannot be read: %s", strerror(rc < 0 ? -rc : rc));
     s->control.worker->geometry = g;
     for (uint32_t l = 0; s->resident && l < g.layers; l++)
         for (uint32_t e = 0; e < g.experts; e++)

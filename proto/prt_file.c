@@ -146,8 +146,8 @@ static int read_stat(pid_t pid, char *ret_state, uint64_t *ret_start)
     char path[64], buf[1024];
     snprintf(path, sizeof(path), "/proc/%d/stat", (int)pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return -ESRCH;
+    if (fd < 0) /* out of descriptors says nothing about the process */
+        return errno == ENOENT ? -ESRCH : -errno;
     ssize_t n = read(fd, buf, sizeof(buf) - 1);
     close(fd);
     if (n <= 0)
@@ -205,9 +205,14 @@ int prt_pidfd_open(pid_t pid, uint64_t start, int *ret_fd)
     if (fd < 0)
         return -errno;
     /* the pidfd holds the process it found: if that has the start time, it is the one meant */
-    if (!prt_process_alive(pid, start)) {
+    char state;
+    uint64_t now = 0;
+    int rc = read_stat(pid, &state, &now);
+    if (rc == 0 && (now != start || state == 'Z' || state == 'X'))
+        rc = -ESRCH;
+    if (rc < 0) {
         close(fd);
-        return -ESRCH;
+        return rc;
     }
     *ret_fd = fd;
     return 0;

@@ -38,7 +38,7 @@ int prt_file_map_path(const char *path, uint64_t min_bytes, bool writable, void 
 int prt_peer_open(pid_t pid, uint32_t fd, uint64_t bytes, const char *what, int *ret_fd,
                   struct shm_error *err);
 
-/* Start time of a process: clock ticks since boot, /proc/PID/stat field 22. 0 or -ESRCH. */
+/* Start time of a process: clock ticks since boot, /proc/PID/stat field 22. 0, -ESRCH, or another errno. */
 int prt_process_start(pid_t pid, uint64_t *ret_start);
 
 /* That very process exists and is not a zombie. */

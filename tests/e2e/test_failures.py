@@ -341,6 +341,52 @@ def test_too_few_descriptors(world, files):
     assert "Too many open files" in line, line
 
 
+@pytest.mark.skipif(SLOW > 1, reason="sanitizers need descriptors and address space of their own")
+@pytest.mark.parametrize("limit,value", [(resource.RLIMIT_NOFILE, 6), (resource.RLIMIT_NOFILE, 10),
+                                         (resource.RLIMIT_NOFILE, 14), (resource.RLIMIT_FSIZE, 4 << 10),
+                                         (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_AS, 20 << 20)])
+def test_worker_under_a_limit(world, limit, value):
+    """It fails with one line, and nothing of it stays with expertd."""
+    def before():
+        die_with_parent()
+        resource.setrlimit(limit, (value, value))
+    d = world.expertd()
+    world.until(lambda: process_facts(d.pid)["threads"] == 2, what="loader gone")
+    facts = process_facts(d.pid)
+    r = subprocess.run([str(INFERD), "run", *world.where(), "--prompt", "Once", "--raw", "-n", "1"],
+                       capture_output=True, text=True, preexec_fn=before, timeout=30 * SLOW)
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1 and r.stderr.startswith("inferd: "), r.stderr
+    assert {resource.RLIMIT_NOFILE: "open files", resource.RLIMIT_FSIZE: "too large",
+            resource.RLIMIT_AS: "memory"}[limit] in r.stderr, r.stderr
+    assert not world.status()["workers"]
+    settled(d, facts, world)
+    assert greedy(world)["prompt_tokens"] == 5
+
+
+@pytest.mark.skipif(SLOW > 1, reason="sanitizers need descriptors of their own")
+def test_expertd_out_of_descriptors_goes_on(world):
+    """Workers that no longer fit are refused or wait; those that are there go on, and later ones fit again."""
+    def before():
+        die_with_parent()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (26, 26))
+    d = world.expertd(preexec_fn=before)
+    world.until(lambda: process_facts(d.pid)["threads"] == 2, what="loader gone")
+    facts = process_facts(d.pid)
+    chats = [Chat(world, "-n", "3", "--temperature", "0") for _ in range(10)]
+    world.until(lambda: sum(c.process.poll() is not None for c in chats) + len(world.status()["workers"]) == 10,
+                what="each attached or refused", timeout=40)
+    there = [c for c in chats if c.process.poll() is None]
+    gone = [c for c in chats if c.process.poll() is not None]
+    assert there and gone, f"{len(there)} attached, {len(gone)} refused"
+    assert len({c.ask("Tell me a tale of a fox.")["logits_hash"] for c in there}) == 1
+    for c in gone:
+        assert c.process.returncode == 1 and len(c.log().splitlines()) == 1, c.log()
+    for c in there:
+        assert c.end() == 0
+    settled(d, facts, world)
+    assert greedy(world)["prompt_tokens"] == 5
+
+
 def test_memlock_limit(world):
     """Pinning that is required and refused names limit, need and remedy."""
     def limit():
