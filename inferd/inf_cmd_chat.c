@@ -45,6 +45,8 @@ static int turn(struct chat *c, const char *text, size_t bytes, struct shm_error
     if (rc) {
         if (!c->o.json)
             putchar('\n');
+        if (rc == -E2BIG && c->talk.conversation->n)
+            fputs("inferd: /clear begins a new conversation\n", stderr);
         return rc;
     }
     if (c->o.json) {
@@ -91,6 +93,18 @@ static ssize_t ask(struct chat *c, char **line, size_t *cap)
     }
 }
 
+/* Whoever reads one object a turn gets one for a turn that failed, too. */
+static void print_failure(const struct chat *c, int rc, const struct shm_error *err)
+{
+    json_t *text = json_string(err->code ? shm_error_text(err) : strerror(-rc)); /* NULL: not UTF-8 */
+    json_t *j = json_pack("{s:o, s:I}", "error", text ? text : json_string("failed: see standard error"),
+                          "context_tokens", (json_int_t)c->talk.conversation->n);
+    json_dumpf(j, stdout, JSON_COMPACT);
+    json_decref(j);
+    putchar('\n');
+    fflush(stdout);
+}
+
 static int talk(struct chat *c)
 {
     char *line = NULL;
@@ -114,6 +128,8 @@ static int talk(struct chat *c)
         }
         int rc = turn(c, line, (size_t)n, &err);
         status = rc ? inf_cmd_fail(rc, &err) : 0;
+        if (rc && c->o.json)
+            print_failure(c, rc, &err);
         if (rc == -EUCLEAN || ferror(stdout))
             break;
     }

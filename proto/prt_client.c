@@ -38,7 +38,7 @@ int prt_client_open(const char *runtime_dir, const char *instance, uint32_t flag
     if (rc == 0)
         rc = prt_paths_check(&c->paths, err);
     if (rc == 0)
-        rc = prt_file_map_path(c->paths.store, sizeof(struct shm_store), false, &base, &c->store_bytes, err);
+        rc = prt_file_map_path(c->paths.store, sizeof(struct shm_header), false, &base, &c->store_bytes, err);
     if (rc == -ENOENT)
         rc = shm_error_set(
             err, ENOENT, "no expertd runs as instance '%s' in %s: start one with expertd --model FILE",
@@ -49,6 +49,14 @@ int prt_client_open(const char *runtime_dir, const char *instance, uint32_t flag
     rc = shm_header_check(&c->store->header, SHM_STORE_MAGIC, c->store_bytes, c->paths.store, err);
     if (rc < 0)
         goto fail;
+    if (c->store->header.total_bytes != sizeof(struct shm_store)) {
+        rc = shm_error_set(err, EPROTO,
+                           "%s has %llu bytes, this program knows %zu: expertd is of another version, use "
+                           "matching ones",
+                           c->paths.store, (unsigned long long)c->store->header.total_bytes,
+                           sizeof(struct shm_store));
+        goto fail;
+    }
     c->pid = (pid_t)c->store->header.writer_pid;
     c->start = c->store->header.writer_start;
     rc = prt_pidfd_open(c->pid, c->start, &c->pidfd);

@@ -162,3 +162,32 @@ def test_bad_values_are_refused(odd, option):
     r = odd.inferd("run", "--prompt", "x", option, check=False)
     name = "-n" if option == "-n-1" else option.lstrip("-").split("=")[0].replace("repeat-penalty", "penalty")
     assert r.returncode in (1, 2) and r.stdout == "" and name[:7] in r.stderr, r.stderr
+
+
+def test_chat_gives_one_object_a_turn(odd):
+    """Odd lines, a line too long, a full context: each turn has its object; /clear goes on."""
+    lines = [b"Hello", b"\0nul\0line", b"\xff\xfe bad", b"x " * 100000, *[b"more of it"] * 8, b"/clear", b"Hello",
+             b"no newline"]
+    r = subprocess.run([str(INFERD), "chat", *odd.where(), "-n", "10", "--temperature", "0", "--json", "--ctx", "160"],
+                       input=b"\n".join(lines), capture_output=True, timeout=100)
+    assert r.returncode == 0, r.stderr
+    turns = [json.loads(line) for line in r.stdout.decode().splitlines()]
+    assert len(turns) == len(lines) - 1
+    failed = ["error" in t for t in turns]
+    assert failed[:4] == [False, False, False, True] and failed[-3:] == [True, False, False]
+    assert turns[-2]["text"] == turns[0]["text"], "after /clear it is as at the start"
+    assert b"/clear" in r.stderr
+
+
+def test_a_path_that_is_not_utf8(world):
+    """A model whose name is not UTF-8 is loaded, and shown, like any other."""
+    model = os.fsencode(world.path) + b"/m\xff\xc3.gguf"
+    shutil.copy(STORY, model)
+    p = popen(world, EXPERTD, "--model", os.fsdecode(model), *world.where(), "--arena-dir", world.arena)
+    world.until(lambda: world.status().get("state") == "serving" or p.poll() is not None, what="serves")
+    assert p.poll() is None
+    for command in ("status", "workers", "rings", "trace"):
+        json.loads(world.ctl(command, "--json").stdout)
+    r = subprocess.run([os.fsencode(INFERD), b"run", b"--runtime-dir", os.fsencode(world.runtime), b"--model",
+                        model, b"--prompt", b"Once", b"--raw", b"-n", b"2", b"--json"], capture_output=True)
+    assert r.returncode == 0 and json.loads(r.stdout), r.stderr

@@ -424,6 +424,15 @@ Test(proto, client_without_expertd)
     cr_assert_eq(prt_client_open(dir, NULL, 0, &client, &err), -EBADMSG, "an empty store");
     cr_assert_eq(ftruncate(fd, sizeof(struct shm_store)), 0);
     cr_assert_lt(prt_client_open(dir, NULL, 0, &client, &err), 0, "a store of zeros");
+    for (int i = -1; i <= 1; i += 2) { /* a whole one whose layout is shorter, or longer */
+        struct shm_store store = {0};
+        shm_header_init(&store.header, SHM_STORE_MAGIC, (uint64_t)((int)sizeof store + 64 * i), 1, 1);
+        shm_header_publish(&store.header, 1);
+        cr_assert_eq(ftruncate(fd, (off_t)((int)sizeof store + 64 * i)), 0);
+        cr_assert_eq(pwrite(fd, &store.header, sizeof store.header, 0), (ssize_t)sizeof store.header);
+        cr_assert_eq(prt_client_open(dir, NULL, 0, &client, &err), -EPROTO);
+        cr_assert(strstr(err.text, "version"), "%s", err.text);
+    }
     cr_assert_null(client);
     unlink(p.store);
     rmdir(p.dir);
