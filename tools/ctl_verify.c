@@ -86,6 +86,12 @@ int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *op
     if (verify_units(&v, options, &r, &err))
         fprintf(stderr, "expertctl: %s\n", shm_error_text(&err));
     bad += r.bad;
+    if (complete && r.missing) {
+        fprintf(stderr,
+                "expertctl: arena %s: %u of its units are not marked as loaded, though it is complete\n",
+                path, r.missing);
+        bad += r.missing;
+    }
     double seconds = (double)(shm_now_ns() - began) / 1e9;
     if (options->json)
         ctl_json_print(json_pack("{s:b, s:b, s:I, s:I, s:I, s:I, s:f, s:s?}", "ok", bad == 0, "complete",

@@ -148,16 +148,21 @@ def test_stale_store_is_told_from_a_live_one(world):
     assert show(world, "status", "--json")["alive"]
 
 
-@pytest.mark.parametrize("where", [0.3, 0.6, 0.95, "name"])
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.95, "name", "ready"])
 def test_verify_finds_a_flipped_bit(world, where):
     world.expertd()
     assert show(world, "verify", "--json")["bad"] == 0
     arena = show(world, "status", "--json")["arena"]["path"]
     model = STORY.read_bytes()
-    start = int(len(model) * where) if where != "name" else None
-    # a piece of some tensor, or the model's name in the catalog
-    piece = b"Story MoE" if where == "name" else model[start:start + 24]
-    at = open(arena, "rb").read().index(piece)
+    with open(arena, "rb") as f:
+        held = f.read()
+    if where == "ready":  # the first unit's flag: struct shm_arena's ready_offset
+        at = int.from_bytes(held[136:144], "little")
+    elif where == "name":  # the model's, in the catalog
+        at = held.index(b"Story MoE")
+    else:  # a piece of some tensor
+        start = int(len(model) * where)
+        at = held.index(model[start:start + 24])
     os.chmod(arena, 0o600)
 
     def flip():
@@ -170,7 +175,8 @@ def test_verify_finds_a_flipped_bit(world, where):
     flip()
     r = world.ctl("verify", check=False)
     assert r.returncode == 1
-    assert re.search("catalog" if where == "name" else r"layer \d+ expert \d+|tensor \w+", r.stderr), r.stderr
+    named = {"name": "catalog", "ready": "not marked as loaded"}.get(where, r"layer \d+ expert \d+|tensor \w+")
+    assert re.search(named, r.stderr), r.stderr
     told = show(world, "verify", "--json", status=1)
     assert not told["ok"] and told["bad"] >= 1
     flip()
