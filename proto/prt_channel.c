@@ -204,8 +204,12 @@ int prt_channel_request(struct prt_channel *channel, const void *request, size_t
 {
     if (n > PRT_MESSAGE_MAX)
         return -EMSGSIZE;
-    if (nn_send(channel->socket, request, n, 0) < 0)
-        return library_errno();
+    int sent;
+    do
+        sent = nn_send(channel->socket, request, n, 0) < 0 ? library_errno() : 0;
+    while (sent == -EINTR); /* each try is bounded by SNDTIMEO */
+    if (sent < 0)
+        return sent;
     uint64_t deadline_ns = shm_now_ns() + (uint64_t)timeout_ms * 1000000u;
     for (;;) {
         int got = nn_recv(channel->socket, reply, capacity, NN_DONTWAIT);
