@@ -342,7 +342,9 @@ static void loop(struct exd_daemon *d)
 {
     while (!d->draining || !drained(d)) {
         struct epoll_event events[16];
-        int n = epoll_wait(d->epoll_fd, events, 16, d->draining ? DRAIN_POLL_MS : -1);
+        /* drained and waiting to be stopped: nothing to poll for */
+        bool poll = d->draining && (d->stopping || exd_daemon_busy(d));
+        int n = epoll_wait(d->epoll_fd, events, 16, poll ? DRAIN_POLL_MS : -1);
         for (int i = 0; i < n; i++)
             dispatch(d, events[i].data.u64);
     }
