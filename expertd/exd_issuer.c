@@ -27,10 +27,10 @@ struct exd_issuer {
     char drain_why[SHM_ERROR_TEXT_BYTES]; /* not empty: no new streams */
     _Atomic bool stop;
     _Atomic bool busy;
-    bool held_off_told;
-    int link_status;     /* of the last flush */
-    uint64_t next_seq;   /* of the next stream */
-    uint64_t group_base; /* of the next stream */
+    uint32_t held_off_told; /* bit per SHM_HELD_* */
+    int link_status;        /* of the last flush */
+    uint64_t next_seq;      /* of the next stream */
+    uint64_t group_base;    /* of the next stream */
 };
 
 static struct shm_worker *worker(const struct exd_issuer *i)
@@ -65,6 +65,7 @@ static bool stream_posted(struct exd_issuer *i)
 
 static bool cancelled(const struct exd_issuer *i)
 {
+    /* acquire, pairs with the worker's release: it reads no slot from here on */
     return atomic_load_explicit(&worker(i)->cancel_seq, memory_order_acquire) == i->next_seq;
 }
 
@@ -188,9 +189,9 @@ static uint32_t wait_landed(struct exd_issuer *i, struct shm_error *err)
 static void tell_held_off(struct exd_issuer *i, const struct exd_stream_plan *plan)
 {
     const char *why = exd_stream_held_off_text(plan->held_off);
-    if (!why || i->held_off_told)
+    if (!why || i->held_off_told & 1u << plan->held_off)
         return;
-    i->held_off_told = true;
+    i->held_off_told |= 1u << plan->held_off;
     exd_log(EXD_LOG_INFO, "worker %s: routed stream held off for a chunk of %u tokens: %s (floor %u)",
             i->name, plan->tokens, why, plan->floor);
 }
@@ -203,7 +204,7 @@ static void finish(struct exd_issuer *i, uint32_t result, const struct shm_error
         snprintf(w->error_text, sizeof w->error_text, "%s", shm_error_text(err));
     atomic_store_explicit(&w->result, result, memory_order_relaxed);
     i->group_base = exd_stream_end_group(i->stream);
-    atomic_store(&i->busy, false);
+    atomic_store(&i->busy, false); /* first: a worker that sees done_seq may configure the link */
     /* release, pairs with the worker's acquire: result, error text, report */
     atomic_store_explicit(&w->done_seq, i->next_seq, memory_order_release);
     i->next_seq++;
@@ -217,13 +218,13 @@ static bool run_stream(struct exd_issuer *i)
     struct shm_error err = {0};
     struct exd_stream_settings settings = exd_issuer_settings(i);
     struct exd_stream_plan plan;
+    atomic_store(&i->busy, true);
     int rc = exd_stream_begin(i->stream, i->next_seq, i->group_base, &settings, &plan, &err);
     if (rc) {
         finish(i, SHM_RESULT_FAILED, &err);
         i->config.fault(i->config.ctx, shm_error_text(&err));
         return false;
     }
-    atomic_store(&i->busy, true);
     pthread_mutex_lock(&i->lock);
     if (i->drain_why[0])
         shm_error_set(&err, ESHUTDOWN, "%s", i->drain_why);
