@@ -18,11 +18,6 @@ void exd_log_set_level(int level)
     level_max = level;
 }
 
-int exd_log_level(void)
-{
-    return level_max;
-}
-
 int exd_log_parse_level(const char *text)
 {
     static const struct {

@@ -17,7 +17,6 @@
 
 /* Lines above this level are left out. Before any thread is started. */
 void exd_log_set_level(int level);
-int exd_log_level(void);
 
 /* "error", "warning", "info", "debug" to a level; -EINVAL otherwise. */
 int exd_log_parse_level(const char *text);

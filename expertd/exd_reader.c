@@ -307,7 +307,7 @@ int exd_reader_run(struct exd_reader *reader, const struct exd_reader_job *job,
     struct exd_run run = {.reader = reader, .job = job};
     struct exd_worker workers[THREADS_MAX] = {0};
     uint32_t next_piece = 0, taking_part = 0;
-    uint64_t start_ns = exd_reader_now_ns();
+    uint64_t start_ns = shm_now_ns();
 
     if (atomic_load(&reader->leak))
         return shm_error_set(err, EIO, "%s: a former read never came back from the disk; open the file again",
@@ -339,7 +339,7 @@ int exd_reader_run(struct exd_reader *reader, const struct exd_reader_job *job,
             .bytes_read = atomic_load(&run.bytes_read),
             .reads = atomic_load(&run.reads),
             .retries = atomic_load(&run.retries),
-            .elapsed_ns = exd_reader_now_ns() - start_ns,
+            .elapsed_ns = shm_now_ns() - start_ns,
             .workers = taking_part,
         };
     }

@@ -11,6 +11,7 @@
 #define EXD_READER_PRIV_H
 
 #include "expertd/exd_reader.h"
+#include "shm/shm_bell.h"
 
 #include <pthread.h>
 
@@ -107,8 +108,6 @@ void exd_reader_fail(struct exd_run *run, int code, const char *fmt, ...)
 
 /* Whether to begin nothing new: an error elsewhere, or cancelled. */
 bool exd_reader_stopped(struct exd_run *run);
-
-uint64_t exd_reader_now_ns(void);
 
 /* Tries a ring and buffer registration as a run would need them. 0, or the
  * negative errno of io_uring_setup. ret_register: 0 or why registration failed. */

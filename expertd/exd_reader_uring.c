@@ -130,7 +130,7 @@ static void work(struct exd_worker *worker, struct io_uring *ring, bool fixed)
     struct exd_run *run = worker->run;
     struct exd_piece *free_pieces[EXD_READER_DEPTH_MAX];
     uint32_t n_free = 0, in_flight = 0;
-    uint64_t last_ns = exd_reader_now_ns();
+    uint64_t last_ns = shm_now_ns();
     bool more = true;
 
     for (uint32_t i = 0; i < worker->n_pieces; i++)
@@ -152,7 +152,7 @@ static void work(struct exd_worker *worker, struct io_uring *ring, bool fixed)
         if (!in_flight)
             return;
         r = submit_and_wait(ring, &cqe);
-        if (r == 0 && exd_reader_now_ns() - last_ns > EXD_READER_STALL_NS)
+        if (r == 0 && shm_now_ns() - last_ns > EXD_READER_STALL_NS)
             r = -ETIMEDOUT;
         if (r < 0) {
             abandon(worker, in_flight, -r);
@@ -172,7 +172,7 @@ static void work(struct exd_worker *worker, struct io_uring *ring, bool fixed)
             free_pieces[n_free++] = piece;
             in_flight--;
         }
-        last_ns = exd_reader_now_ns();
+        last_ns = shm_now_ns();
     }
 }
 

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "kernels/krn_pool.h"
 
+#include "shm/shm_bell.h"
+
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -11,7 +13,6 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #define SPIN_NS 20000
@@ -61,24 +62,17 @@ static inline void pause_cpu(void)
 #endif
 }
 
-static uint64_t now_ns(void)
-{
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
-
 /* Spins until *word differs from value or the time is over; false: over. */
 static bool spin_while(_Atomic uint32_t *word, uint32_t value)
 {
-    uint64_t end_ns = now_ns() + SPIN_NS;
+    uint64_t end_ns = shm_now_ns() + SPIN_NS;
     do {
         for (int i = 0; i < 32; i++) {
             if (atomic_load_explicit(word, memory_order_acquire) != value)
                 return true;
             pause_cpu();
         }
-    } while (now_ns() < end_ns);
+    } while (shm_now_ns() < end_ns);
     return false;
 }
 
