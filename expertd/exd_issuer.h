@@ -24,7 +24,7 @@ struct exd_stream_settings {
     uint32_t policy; /* SHM_POLICY_FULL or _ROUTED */
     uint32_t order;  /* SHM_ORDER_* */
     uint32_t depth;  /* 1 .. SHM_RING_MAX */
-    uint32_t floor;  /* tokens; chunks below it move routed experts only. UINT32_MAX + policy as is */
+    uint32_t floor; /* tokens; chunks below it move routed experts only, after the router, under any policy */
 };
 
 struct exd_issuer_config {
@@ -52,14 +52,14 @@ int exd_issuer_configure(struct exd_issuer *issuer, const struct exd_stream_sett
                          struct shm_error *err);
 struct exd_stream_settings exd_issuer_settings(struct exd_issuer *issuer);
 
-/* True between a stream's descriptor and its done_seq. Any thread. */
+/* True from when a stream's descriptor was seen until just before its done_seq. Any thread. */
 bool exd_issuer_busy(struct exd_issuer *issuer);
 
 /* No new stream is begun from now on: the worker gets result FAILED with `why`. Running ones go on. */
 void exd_issuer_drain(struct exd_issuer *issuer, const char *why);
 
-/* Stops: no further copy is issued, what is on the link lands, the thread ends. Bounded by the blobs in
- * flight (at most 5 s, then the link is given up). Nulls *issuer. */
+/* Stops: no further copy is issued, what is on the link lands, the thread ends. Blocks for at most about 6 s:
+ * a link that has not emptied after 5 s is given up. Accepts NULL, nulls *issuer. */
 void exd_issuer_stop(struct exd_issuer **issuer);
 
 #endif

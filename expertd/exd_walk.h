@@ -10,13 +10,15 @@
  * Policies: full walks every streamed expert by index and contains no gate at
  * all; routed drops what the gate (the published routing set) shows to be
  * without a token, and looks at it again at every step, so that no decision
- * outlives a wait. blind bounds the copies outstanding that were issued
- * before their layer was published: depth, or 0 below the floor (demand).
+ * outlives a wait; demand (below the floor) is routed without a copy ahead of
+ * the gate. What bounds the copies outstanding ahead of it: depth, and under
+ * recent and predicted EXD_WALK_BLIND_MAX.
  *
  * Orders: index numbers entries as in the file, dropped ones included, so
  * entry k has the same slot under both policies; recent and predicted choose
  * the expert with the highest expected use as late as possible and number
- * entries as they are issued.
+ * entries as they are issued. Where the expectation is confident (a prediction,
+ * or one to come) an expert without expected use is not copied blindly.
  */
 #ifndef EXD_WALK_H
 #define EXD_WALK_H
@@ -31,7 +33,7 @@ enum exd_step {
     EXD_STEP_AGAIN,        /* one decision was made */
     EXD_STEP_WAIT_SLOT,    /* until a group is released */
     EXD_STEP_WAIT_DEPTH,   /* until a copy lands */
-    EXD_STEP_WAIT_PUBLISH, /* until the layer is published */
+    EXD_STEP_WAIT_PUBLISH, /* until the layer is published, or a prediction for it (with the layer before) */
     EXD_STEP_WAIT_BLOB,    /* until the expert is loaded from the file */
     EXD_STEP_DONE,         /* every entry decided, every group signalled */
     EXD_STEP_FAILED,       /* an operation of the environment failed: walk->status */
@@ -85,7 +87,7 @@ struct exd_walk; /* opaque; memory for the largest stream is allocated once */
 
 /* Allocates for streams of up to layers x experts over `ring` slots. NULL: no memory. */
 struct exd_walk *exd_walk_new(uint32_t layers, uint32_t experts, uint32_t ring);
-void exd_walk_free(struct exd_walk **walk);
+void exd_walk_free(struct exd_walk **walk); /* accepts NULL, nulls */
 
 /* Begins a stream. Returns 0 or -EINVAL (a field outside what was allocated, named in err). */
 int exd_walk_start(struct exd_walk *walk, const struct exd_walk_config *config,
@@ -97,6 +99,6 @@ enum exd_step exd_walk_step(struct exd_walk *walk);
 /* Where it is: layer being issued and entry number of the next issue. */
 void exd_walk_position(const struct exd_walk *walk, uint32_t *ret_layer, uint64_t *ret_entry);
 struct exd_walk_counts exd_walk_counts(const struct exd_walk *walk);
-int exd_walk_status(const struct exd_walk *walk);
+int exd_walk_status(const struct exd_walk *walk); /* after FAILED: the environment's negative errno */
 
 #endif

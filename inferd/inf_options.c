@@ -197,7 +197,7 @@ static error_t parse_engine(int key, char *arg, struct argp_state *state, struct
         o->engine.threads = (uint32_t)number(state, "--threads", arg, 1, KRN_POOL_THREADS_MAX);
         break;
     case KEY_RING:
-        s->ring = (uint32_t)number(state, "--ring", arg, 1, SHM_RING_MAX - 1);
+        s->ring = (uint32_t)number(state, "--ring", arg, 1, SHM_RING_MAX);
         break;
     case KEY_STREAM:
         s->policy = choice(state, "--stream", arg, policies);

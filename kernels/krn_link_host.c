@@ -13,6 +13,7 @@
 #define QUEUE_DEFAULT 4096u
 #define SLEEP_MAX_NS  UINT64_C(50000000) /* how long a stop may go unnoticed */
 #define IDLE_WAIT_NS  UINT64_C(1000000000)
+#define COST_MAX_NS   1e15 /* of a copy, paced to next to nothing: 11 days, and it fits in 64 bits */
 
 struct host_op {
     const void *src; /* NULL: signal */
@@ -81,7 +82,7 @@ static uint64_t scheduled_landing(struct host_link *l, const struct host_op *op,
     if (gbps <= 0 && latency_us <= 0)
         return 0;
     double cost_ns = latency_us * 1e3 + (gbps > 0 ? (double)op->bytes / gbps : 0);
-    return *ret_start_ns + (uint64_t)(cost_ns + 0.5);
+    return *ret_start_ns + (uint64_t)((cost_ns < COST_MAX_NS ? cost_ns : COST_MAX_NS) + 0.5);
 }
 
 /* Where the link's thread is in time. */

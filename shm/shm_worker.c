@@ -18,7 +18,7 @@ int shm_worker_layout(const struct shm_geometry *g, struct shm_worker_layout *re
     int rc;
     if ((rc = check_range("layers", g->layers, 1, SHM_LAYERS_MAX, err)) ||
         (rc = check_range("experts", g->experts, 1, SHM_EXPERTS_MAX, err)) ||
-        (rc = check_range("ring", g->ring, 1, SHM_RING_MAX - 1, err)) ||
+        (rc = check_range("ring", g->ring, 1, SHM_RING_MAX, err)) ||
         (rc = check_range("slot_bytes", g->slot_bytes, 256, UINT64_C(1) << 34, err)))
         return rc;
     uint32_t entries = shm_group_entries(g->ring);

@@ -13,15 +13,15 @@
  *   struct shm_mask    [layers]    resident set                         worker
  *   struct shm_route   [layers]    routing set with its publication     worker
  *   uint32_t [layers][experts]     tokens per expert of the layer       worker, with the routing set
- *   uint32_t [layers][experts]     expected tokens of a layer           worker, see `predicted` below
+ *   uint32_t [layers][experts]     expected tokens of a layer           worker, a layer ahead
  *   uint32_t [layers][experts]     recent tokens (this conversation)    worker, before the stream
  *   uint32_t [layers][experts]     slot table                           expertd
  *   uint64_t [ring]                slot map, for tools                  expertd
  *
  * One stream, in order (seq = its number, counted from 1):
  *
- *   worker   waits done_seq == seq - 1; fills descriptor, resident and recent;
- *            stream_seq = seq (release); rings issuer_bell
+ *   worker   waits done_seq == seq - 1; fills descriptor, resident, recent and (if it predicts)
+ *            predicted[0]; stream_seq = seq (release); rings issuer_bell
  *   expertd  reads the descriptor once, checks it, walks; writes slot-table rows, then
  *            landed_groups (release, by the link, in copy order); rings landed_bell
  *   worker   per layer: fills tokens (and predicted[layer + 1]), mask, then route.seq = seq
@@ -35,7 +35,8 @@
  * layers * groups_per_layer to group_base after each stream, however it ended.
  *
  * Cancel: the worker stores cancel_seq = seq and rings; it reads no slot from
- * then on. expertd stops issuing, waits for what is on the link, sets
+ * then on. expertd stops issuing, waits for what is on the link (a slow one
+ * takes its time, one that lands nothing is a failure), sets
  * landed_groups to the stream's end and done_seq = seq with result
  * SHM_RESULT_CANCELLED. Only then does the worker set released_groups to the
  * stream's end.
@@ -61,9 +62,9 @@
 #include "shm/shm_mask.h"
 
 #define SHM_WORKER_MAGIC "EXDWRK01"
-#define SHM_GROUP_MAX    16         /* entries of a group, at most (DESIGN 7) */
-#define SHM_RING_MAX     (1u << 20) /* slots */
-#define SHM_REPORTS      64         /* chunk reports kept, power of two */
+#define SHM_GROUP_MAX    16               /* entries of a group, at most (DESIGN 7) */
+#define SHM_RING_MAX     ((1u << 20) - 1) /* slots; a slot table entry has 20 bits for one */
+#define SHM_REPORTS      64               /* chunk reports kept, power of two */
 #define SHM_CACHE_LINE   64
 
 /* Values of 32-bit fields. Not enums: their width is the compiler's choice. */

@@ -145,7 +145,7 @@ static void test_refusals(struct kit *k)
     w.request.groups_per_layer = w.request.experts / 2;
     expect_refused(k, &w, "segment of another geometry", -EINVAL, "control segment");
     w = good, w.request.slot_bytes = UINT64_C(1) << 40;
-    expect_refused(k, &w, "huge slots", -EINVAL, "slot_bytes");
+    expect_refused(k, &w, "huge slots", -ERANGE, "slot_bytes");
     w = good, w.request.slot_bytes = UINT64_C(1) << 33;
     expect_refused(k, &w, "slots unlike the ring", -EINVAL, "geometry");
     w = good, w.request.ring = 0;
