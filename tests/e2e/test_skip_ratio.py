@@ -11,7 +11,10 @@ from conftest import TOP, prompts
 
 LINK_BOUND = 2.5
 ROUNDS_MAX = 3  # the next one only where the one before was disturbed
-WASTE_MAX = {"index": 0.8, "recent": 0.8, "predicted": 0.35}  # of the unrouted experts, copied all the same
+# Of the unrouted experts, copied all the same. A blind order's waste is what fits in before the router has spoken, so
+# that a machine which computes slowly at that moment wastes nearly all of it; a prediction must do better anywhere.
+WASTE_MAX = {"index": 1, "recent": 1, "predicted": 0.35}
+PLENTY = 0.15  # of the entries dropped: then reading must be faster
 SETTINGS = {"full": ("--stream", "full"), "full again": ("--stream", "full"),
             **{order: ("--stream", "routed", "--order", order) for order in ("index", "recent", "predicted")}}
 
@@ -27,7 +30,7 @@ def slower_than_promised(best, last):
     slow = []
     for order in WASTE_MAX:
         share = last[order]["stream"]["dropped"] / last[order]["stream"]["entries"]
-        most = min(1 - noise, 1 - share / 2 + noise) if share > 0.05 else 1.05 + noise
+        most = min(1 - noise, 1 - share / 2 + noise) if share > PLENTY else 1.05 + noise
         if best[order] >= full * most:
             slow.append(f"{order}: {share:.1%} dropped, {best[order] / full:.3f} of full, promised {most:.3f}")
     return slow
@@ -69,5 +72,6 @@ def test_routed_reading_beats_full_by_what_it_drops(world, tokens):
             assert s["dropped"] == 0
             continue
         assert s["copied"] == s["routed"] + s["wasted"], name
+        assert all(c["outstanding_max"] <= s["depth"] for c in r["chunks"]), name
         assert s["wasted"] <= WASTE_MAX[name] * (s["entries"] - s["routed"]), f"{name}: waste"
     assert slower_than_promised(best, last) == []
