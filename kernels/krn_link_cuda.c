@@ -8,6 +8,9 @@
 #include <string.h>
 #include <time.h>
 
+/* Measured by tests/gpu/g_link.c (H200, PCIe 5 x16, driver 580), blobs of 2.65 MB: one copy at a time 51.2
+ * GB/s, batches of 4 53.9, of 8 54.6, of 16 55.0; one copy of 1 GB 54.9. Eight still leave a depth of 16 two
+ * batches. */
 #define BATCH_DEFAULT   8u
 #define POLL_DEFAULT_NS UINT64_C(15000)
 #define POLL_MAX_NS     UINT64_C(100000)

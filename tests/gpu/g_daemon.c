@@ -374,7 +374,7 @@ int main(int argc, char **argv)
         test_refusals(&k, device);
         test_coming_and_going(&k, device);
         test_worker_killed(&k, fake ? 6 : 20);
-        CHECK(kit_logged(&k, "registered") && kit_logged(&k, "a flag write takes"), "log lines");
+        CHECK(kit_logged(&k, "registered") && kit_logged(&k, "a flag write t"), "log lines");
         CHECK(prt_client_stop(k.client, 100, true, &err) == 0, "%s", err.text);
         CHECK(kit_wait(&k, 10000) == 0, "exit status");
         if (fake)

@@ -267,5 +267,7 @@ int owner_main(int fd)
         }
         send(fd, &m, sizeof(m), MSG_NOSIGNAL);
     }
+    free(s.copy);
+    krn_cuda_device_close(&s.device);
     return 0;
 }
