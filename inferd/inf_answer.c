@@ -37,8 +37,11 @@ int inf_answer(struct inf_engine *e, struct inf_conversation *c, struct inf_samp
                struct inf_ids *ret_ids, int32_t *ret_pending, enum inf_stop *ret_stop)
 {
     struct relay relay = {.o = o, .logits = logits, .vocab = e->model->hparams.vocab};
-    const struct inf_read_options read = {
-        .logits = INF_LOGITS_LAST, .on_logits = on_logits, .on_chunk = on_chunk, .ctx = &relay};
+    const struct inf_read_options read = {.logits = INF_LOGITS_LAST,
+                                          .on_logits = on_logits,
+                                          .on_chunk = on_chunk,
+                                          .ctx = &relay,
+                                          .generated = true};
     _Atomic bool *cancel = e->store.config.cancel;
     *ret_pending = -1;
     for (uint32_t i = 0;; i++) {

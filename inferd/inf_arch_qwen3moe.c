@@ -4,7 +4,7 @@
  * and rotary positions, every layer a mixture of SwiGLU experts, tied or own
  * head. Qwen3-30B-A3B, Qwen3-Coder-30B-A3B and Qwen3-235B-A22B are of this kind.
  */
-#include "inferd/inf_graph.h"
+#include "inferd/inf_device.h"
 #include "inferd/inf_model.h"
 
 #include <stdio.h>
@@ -66,17 +66,18 @@ static int resolve(struct inf_model *m, struct shm_error *err)
     return 0;
 }
 
-static int forward(struct inf_graph *g, const struct inf_pass *pass, struct shm_error *err)
+static int forward(const struct inf_model *m, struct inf_device *d, const struct inf_pass *pass,
+                   struct shm_error *err)
 {
-    for (uint32_t i = 0; i < g->model->hparams.layers; i++) {
-        inf_graph_attention(g, pass, i);
-        int rc = inf_graph_experts(g, pass, i, err);
+    for (uint32_t i = 0; i < m->hparams.layers; i++) {
+        int rc = inf_attention(d, pass, i, err);
+        if (!rc)
+            rc = inf_experts(d, pass, i, err);
         if (rc)
             return rc;
     }
-    inf_graph_head(g, pass);
-    return 0;
+    return inf_head(d, pass, err);
 }
 
 const struct inf_arch inf_arch_qwen3moe = {
-    .name = "qwen3moe", .resolve = resolve, .embed = inf_graph_embed, .forward = forward};
+    .name = "qwen3moe", .resolve = resolve, .embed = inf_embed, .forward = forward};

@@ -126,7 +126,8 @@ static void keep_last(void *ctx, uint32_t position, uint32_t rows, const float *
 static int print_greedy(struct inf_engine *e, struct inf_conversation *c, struct output *out, uint32_t n,
                         struct shm_error *err)
 {
-    const struct inf_read_options o = {.logits = INF_LOGITS_LAST, .on_logits = keep_last, .ctx = out};
+    const struct inf_read_options o = {
+        .logits = INF_LOGITS_LAST, .on_logits = keep_last, .ctx = out, .generated = true};
     json_t *ids = json_array(), *margins = json_array();
     struct inf_detok *detok = NULL;
     char *text = NULL;

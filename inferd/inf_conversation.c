@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 int inf_conversation_create(const struct inf_engine *e, struct shm_error *err,
                             struct inf_conversation **ret_conversation)
@@ -13,39 +12,18 @@ int inf_conversation_create(const struct inf_engine *e, struct shm_error *err,
     struct inf_conversation *c = calloc(1, sizeof *c);
     if (!c)
         return -ENOMEM;
-    c->memory = MAP_FAILED;
+    c->device = e->device;
     c->layers = m->hparams.layers;
     c->experts = m->hparams.experts;
     c->capacity = e->ctx;
-    size_t pairs = (size_t)c->layers * c->experts, floats;
-    uint32_t ctx;
-    int rc = krn_host_kv_size(e->ctx, m->shape.kv_heads, m->shape.head_dim, &ctx, &floats);
-    if (rc || floats > SIZE_MAX / (2 * sizeof(float)) / c->layers) {
-        rc = shm_error_set(err, EOVERFLOW,
-                           "a context of %u tokens cannot be addressed: choose a smaller --ctx", e->ctx);
-        goto fail;
-    }
-    c->bytes = 2 * floats * sizeof(float) * c->layers;
-    c->memory =
-        mmap(NULL, c->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t pairs = (size_t)c->layers * c->experts;
     c->tokens = calloc(c->capacity, sizeof *c->tokens);
-    c->kv = calloc(c->layers, sizeof *c->kv);
     c->recent = calloc(pairs, sizeof *c->recent);
     c->counts = calloc(pairs, sizeof *c->counts);
-    if (c->memory == MAP_FAILED || !c->tokens || !c->kv || !c->recent || !c->counts) {
-        rc = shm_error_set(err, ENOMEM,
-                           "keys and values of %u tokens need %.1f MiB, which the system refuses: "
-                           "choose a smaller --ctx",
-                           e->ctx, (double)c->bytes / 1048576);
+    int rc = -ENOMEM;
+    if (!c->tokens || !c->recent || !c->counts ||
+        (rc = e->device->ops->kv_create(e->device, e->ctx, err, &c->kv)))
         goto fail;
-    }
-    float *at = c->memory;
-    for (uint32_t l = 0; l < c->layers; l++, at += 2 * floats)
-        c->kv[l] = (struct krn_kv){.k = at,
-                                   .v = at + floats,
-                                   .ctx = ctx,
-                                   .kv_heads = m->shape.kv_heads,
-                                   .head_dim = m->shape.head_dim};
     *ret_conversation = c;
     return 0;
 fail:
@@ -58,10 +36,8 @@ void inf_conversation_destroy(struct inf_conversation **conversation)
     struct inf_conversation *c = *conversation;
     if (!c)
         return;
-    if (c->memory != MAP_FAILED)
-        munmap(c->memory, c->bytes);
+    c->device->ops->kv_destroy(c->device, &c->kv);
     free(c->tokens);
-    free(c->kv);
     free(c->recent);
     free(c->counts);
     free(c);
@@ -131,11 +107,14 @@ static void relay_routes(void *ctx, uint32_t layer, uint32_t tokens, const uint3
                          const float *weights)
 {
     const struct relay *r = ctx;
-    if (r->o->on_routes)
-        r->o->on_routes(r->o->ctx, layer, r->position, tokens, ids, weights);
-    if (r->o->on_progress)
-        r->o->on_progress(r->o->ctx,
-                          r->before + (double)r->tokens * (layer + 1) / r->engine->model->hparams.layers);
+    r->o->on_routes(r->o->ctx, layer, r->position, tokens, ids, weights);
+}
+
+static void relay_layer(void *ctx, uint32_t layer)
+{
+    const struct relay *r = ctx;
+    r->o->on_progress(r->o->ctx,
+                      r->before + (double)r->tokens * (layer + 1) / r->engine->model->hparams.layers);
 }
 
 static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const int32_t *ids, uint32_t tokens,
@@ -146,9 +125,11 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
     struct inf_pass pass = {.ids = (const uint32_t *)ids,
                             .tokens = tokens,
                             .position = c->n,
+                            .generated = o->generated,
                             .kv = c->kv,
                             .stream = e->store.stream,
                             .resident = (const uint8_t *const *)e->store.resident,
+                            .demand = tokens < set->floor,
                             .counts = c->counts,
                             .cancel = e->store.config.cancel,
                             .first_logit = tokens,
@@ -161,16 +142,20 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
     else if (o->on_logits && o->logits == INF_LOGITS_LAST && last)
         pass.first_logit = tokens - 1;
     pass.on_logits = o->on_logits ? relay_logits : NULL;
-    pass.on_routes = o->on_routes || o->on_progress ? relay_routes : NULL;
+    pass.on_routes = o->on_routes ? relay_routes : NULL;
+    pass.on_layer = o->on_progress ? relay_layer : NULL;
 
     struct inf_chunk chunk = {.tokens = tokens, .position = c->n};
     uint64_t start_ns = shm_now_ns();
-    e->model->arch->embed(e->graph, &pass);
-    const uint32_t *predicted = pass.predict ? inf_graph_predict_first(e->graph, &pass) : NULL;
-    int rc = inf_stream_begin(pass.stream, tokens, c->n, predicted, c->recent, err);
+    const uint32_t *predicted = NULL;
+    int rc = e->model->arch->embed(e->device, &pass, err);
+    if (!rc && pass.predict)
+        rc = e->device->ops->predict_first(e->device, &pass, &predicted, err);
+    if (!rc)
+        rc = inf_stream_begin(pass.stream, tokens, c->n, predicted, c->recent, err);
     if (rc)
         return rc;
-    rc = e->model->arch->forward(e->graph, &pass, err);
+    rc = e->model->arch->forward(e->model, e->device, &pass, err);
     if (!rc)
         rc = inf_stream_end(pass.stream, &chunk.stream, err);
     if (rc) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Conversation: the tokens read so far, their keys and values (float32), and
+ * Conversation: the tokens read so far, their keys and values (on the device), and
  * how often each expert was used lately. A follow-up turn reads only what is
  * new. Nothing here belongs to expertd: a conversation survives its death.
  *
@@ -21,13 +21,12 @@ struct inf_conversation {
     uint32_t capacity; /* tokens */
     uint32_t n;        /* tokens read */
     int32_t *tokens;   /* [capacity] */
-    struct krn_kv *kv; /* [layers] */
+    struct inf_device *device;
+    struct inf_kv *kv;
     uint32_t layers, experts;
     uint32_t *recent; /* [layers][experts] */
     uint32_t recent_tokens;
     uint32_t *counts; /* [layers][experts], of the running chunk */
-    void *memory;     /* of all keys and values; pages come as they are used */
-    uint64_t bytes;
 };
 
 /* -ENOMEM with the need named. */
@@ -67,6 +66,8 @@ struct inf_read_options {
     void (*on_progress)(void *ctx, double tokens);
     void (*on_chunk)(void *ctx, const struct inf_chunk *chunk);
     void *ctx;
+    /* The ids were written by the model, one by one: a device may compute such tokens another way. */
+    bool generated;
 };
 
 /* Reads n ids behind what the conversation holds, in chunks of about equal

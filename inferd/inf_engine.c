@@ -2,6 +2,7 @@
 #include "inferd/inf_engine.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,6 +43,45 @@ static int copy_template(struct inf_engine *e)
     return 0;
 }
 
+static int open_device(const struct inf_engine_config *config, bool host, struct shm_error *err,
+                       struct inf_device **ret_device)
+{
+    if (host)
+        return inf_device_host_open(config->threads, err, ret_device);
+    return inf_device_cuda_open(config->gpu, config->store.poison, err, ret_device);
+}
+
+/* Everything that needs the device, so that `auto` can try it twice. */
+static int open_on(struct inf_engine *e, const struct inf_engine_config *config, bool host,
+                   struct shm_error *err)
+{
+    inf_store_init(&e->store, &config->store, NULL);
+    int rc = open_device(config, host, err, &e->device);
+    if (rc)
+        return rc;
+    e->store.device = e->device;
+    uint64_t at_ns = shm_now_ns();
+    if ((rc = inf_store_attach(&e->store, 0, err)))
+        return rc;
+    e->phases = e->device->phases;
+    e->phases.attach_ns = shm_now_ns() - at_ns;
+    at_ns = shm_now_ns();
+    if ((rc = inf_model_open(&e->store.arena, err, &e->model)) ||
+        (rc = e->device->ops->set_model(e->device, e->model, err)))
+        return rc;
+    e->phases.dense_ns = shm_now_ns() - at_ns;
+    e->ctx = config->ctx;
+    e->chunk = config->chunk > INF_CHUNK_MAX ? INF_CHUNK_MAX : config->chunk;
+    return e->device->ops->plan(e->device, &e->chunk, &e->ctx, err);
+}
+
+static void close_on(struct inf_engine *e)
+{
+    inf_store_close(&e->store);
+    inf_model_close(&e->model);
+    inf_device_close(&e->device);
+}
+
 int inf_engine_open(const struct inf_engine_config *config, struct shm_error *err,
                     struct inf_engine **ret_engine)
 {
@@ -49,30 +89,28 @@ int inf_engine_open(const struct inf_engine_config *config, struct shm_error *er
     if (!e)
         return -ENOMEM;
     uint64_t start_ns = shm_now_ns();
-    inf_store_init(&e->store, &config->store);
-    int rc = inf_store_attach(&e->store, 0, err);
-    if (rc || (rc = inf_model_open(&e->store.arena, err, &e->model)) ||
-        (rc = inf_engine_tokenizer(&e->store.arena, err, &e->tokenizer)) || (rc = copy_template(e)))
+    int rc;
+    if (config->device == INF_DEVICE_AUTO) {
+        struct shm_error why = {0};
+        rc = open_on(e, config, false, &why);
+        /* Without a GPU, or beside an expertd without one, the host does it, and says why it does. */
+        if (rc) {
+            close_on(e);
+            rc = open_on(e, config, true, err);
+            if (!rc)
+                snprintf(e->device->note, sizeof e->device->note, "%.250s", shm_error_text(&why));
+        }
+    } else {
+        rc = open_on(e, config, config->device == INF_DEVICE_HOST, err);
+    }
+    if (rc || (rc = inf_engine_tokenizer(&e->store.arena, err, &e->tokenizer)) || (rc = copy_template(e)))
         goto fail;
     if (inf_tokenizer_size(e->tokenizer) > e->model->hparams.vocab) {
         rc = shm_error_set(err, EINVAL, "model '%s': %u tokens beside an embedding of %u rows",
                            e->model->hparams.name, inf_tokenizer_size(e->tokenizer), e->model->hparams.vocab);
         goto fail;
     }
-    e->ctx = config->ctx ? config->ctx : e->model->hparams.context;
-    e->chunk = config->chunk ? config->chunk : INF_CHUNK_DEFAULT;
-    if (e->chunk > INF_CHUNK_MAX)
-        e->chunk = INF_CHUNK_MAX;
-    if (e->chunk > e->ctx)
-        e->chunk = e->ctx;
-    if ((rc = krn_pool_create(config->threads, &e->pool))) {
-        shm_error_set(err, rc, "compute threads cannot be started: %s: choose fewer by --threads",
-                      strerror(-rc));
-        goto fail;
-    }
-    if ((rc = inf_graph_create(e->model, e->pool, e->chunk, err, &e->graph)))
-        goto fail;
-    e->attach_ns = shm_now_ns() - start_ns;
+    e->attach_ns = e->phases.ready_ns = shm_now_ns() - start_ns;
     *ret_engine = e;
     return 0;
 fail:
@@ -94,10 +132,13 @@ int inf_engine_ensure(struct inf_engine *e, uint32_t wait_ms, bool *ret_again, s
     struct inf_model *model;
     if ((rc = inf_model_open(&e->store.arena, err, &model)))
         return rc;
-    rc = inf_graph_set_model(e->graph, model);
+    rc = e->device->ops->set_model(e->device, model, err);
     if (rc) {
         inf_model_close(&model);
-        return shm_error_set(err, rc, "expertd's model has another shape than before: start inferd anew");
+        return rc == -EINVAL
+                   ? shm_error_set(err, rc,
+                                   "expertd's model has another shape than before: start inferd anew")
+                   : rc;
     }
     inf_model_close(&e->model);
     e->model = model;
@@ -112,11 +153,8 @@ void inf_engine_close(struct inf_engine **engine)
     struct inf_engine *e = *engine;
     if (!e)
         return;
-    inf_store_close(&e->store);
-    inf_graph_destroy(&e->graph);
-    krn_pool_destroy(&e->pool);
+    close_on(e);
     inf_tokenizer_destroy(&e->tokenizer);
-    inf_model_close(&e->model);
     free(e->chat_template);
     free(e);
     *engine = NULL;

@@ -10,30 +10,33 @@
 #ifndef INF_ENGINE_H
 #define INF_ENGINE_H
 
-#include "inferd/inf_graph.h"
+#include "inferd/inf_device.h"
 #include "inferd/inf_store.h"
 #include "inferd/inf_tokenizer.h"
 
-#define INF_CHUNK_DEFAULT 4096u
-#define INF_CHUNK_MAX     (1u << 20)
+enum inf_device_choice { INF_DEVICE_AUTO, INF_DEVICE_HOST, INF_DEVICE_CUDA };
+
+#define INF_CHUNK_MAX (1u << 20)
 
 struct inf_engine_config {
     struct inf_store_config store;
     uint32_t threads; /* 0: as many as the process may run on */
-    uint32_t chunk;   /* most tokens in one pass; 0: INF_CHUNK_DEFAULT */
+    uint32_t chunk;   /* most tokens in one pass; 0: the device's choice */
     uint32_t ctx;     /* tokens of a conversation; 0: the model's context */
+    enum inf_device_choice device;
+    int gpu; /* which one; -1: the first */
 };
 
 struct inf_engine {
     struct inf_store store;
-    struct krn_pool *pool;
     struct inf_model *model;
     struct inf_tokenizer *tokenizer;
-    struct inf_graph *graph;
+    struct inf_device *device;
     uint32_t chunk, ctx;
     char *chat_template; /* copy, NUL-terminated, "" if there is none */
     size_t chat_template_bytes;
-    uint64_t attach_ns; /* of the last attach */
+    uint64_t attach_ns;       /* of the last attach, until ready */
+    struct inf_phases phases; /* of the first one */
 };
 
 int inf_engine_open(const struct inf_engine_config *config, struct shm_error *err,

@@ -127,6 +127,11 @@ void inf_graph_embed(struct inf_graph *g, const struct inf_pass *p)
     lap(&at, &g->times.head_ns);
 }
 
+static const struct krn_kv *kv_of(const struct inf_pass *p, uint32_t layer)
+{
+    return &((const struct inf_kv_host *)p->kv)->layer[layer];
+}
+
 void inf_graph_attention(struct inf_graph *g, const struct inf_pass *p, uint32_t layer)
 {
     const struct inf_layer *l = &g->model->layer[layer];
@@ -140,8 +145,8 @@ void inf_graph_attention(struct inf_graph *g, const struct inf_pass *p, uint32_t
     krn_host_matmul(g->host, &l->v, g->normed, p->tokens, g->v);
     krn_host_head_norm_rope(g->host, g->q, l->q_norm, eps, g->rope, p->tokens, s->heads, s->head_dim);
     krn_host_head_norm_rope(g->host, g->k, l->k_norm, eps, g->rope, p->tokens, s->kv_heads, s->head_dim);
-    krn_host_kv_append(g->host, &p->kv[layer], p->position, p->tokens, g->k, g->v);
-    krn_host_attention(g->host, &p->kv[layer], p->position, p->tokens, s->heads, g->q, g->q);
+    krn_host_kv_append(g->host, kv_of(p, layer), p->position, p->tokens, g->k, g->v);
+    krn_host_attention(g->host, kv_of(p, layer), p->position, p->tokens, s->heads, g->q, g->q);
     krn_host_matmul(g->host, &l->output, g->q, p->tokens, g->normed);
     krn_host_add(g->host, g->normed, (size_t)p->tokens * s->hidden, g->x);
     lap(&at, &g->times.attention_ns);
@@ -265,6 +270,8 @@ int inf_graph_experts(struct inf_graph *g, const struct inf_pass *p, uint32_t la
     lap(&at, &g->times.router_ns);
     if (p->on_routes)
         p->on_routes(p->ctx, layer, p->tokens, g->ids, g->weights);
+    if (p->on_layer)
+        p->on_layer(p->ctx, layer);
 
     /* The residents run while the link moves the others. */
     run_jobs(g, n_jobs);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Graph: the steps of one pass (one chunk over all layers) on the host device,
- * from which an architecture's forward function is put together.
+ * Graph: the steps of one pass (one chunk over all layers) on the host device
+ * (inf_device_host.c hands them to the architectures).
  *
  * Owns the activation memory, planned from the model's shape before anything
  * is allocated and fixed afterwards; borrows model, pool, KV, stream. One
@@ -14,37 +14,13 @@
 #ifndef INF_GRAPH_H
 #define INF_GRAPH_H
 
-#include "inferd/inf_model.h"
-#include "inferd/inf_stream.h"
+#include "inferd/inf_device.h"
 
-/* Where the time of the passes went; cumulative. */
-struct inf_times {
-    uint64_t attention_ns; /* projections, rotary, attention, output */
-    uint64_t router_ns;    /* norms, routers, predictions, publication */
-    uint64_t experts_ns;   /* kernels and combine */
-    uint64_t wait_ns;      /* for groups */
-    uint64_t head_ns;      /* embedding and logits */
-};
-
-/* One chunk. Everything is the caller's and stays as it is during the pass. */
-struct inf_pass {
-    const uint32_t *ids;       /* [tokens], < vocab */
-    uint32_t tokens;           /* 1 .. the graph's chunk */
-    uint32_t position;         /* of ids[0]; position + tokens <= KV capacity */
-    const struct krn_kv *kv;   /* [layers] */
-    struct inf_stream *stream; /* begun; NULL: every expert is resident */
-    const uint8_t *const
-        *resident;        /* [layers * experts] blobs, NULL where streamed; NULL: none is resident */
-    bool predict;         /* publish expected counts of the next layer */
-    uint32_t *counts;     /* [layers * experts] out: tokens per expert */
-    _Atomic bool *cancel; /* looked at between layers; NULL: none */
-
-    /* Logits of tokens first_logit .. tokens - 1, in order, in blocks; first_logit >= tokens: none. */
-    uint32_t first_logit;
-    void (*on_logits)(void *ctx, uint32_t position, uint32_t rows, const float *logits);
-    /* Routing of a layer: ids and weights [tokens][experts_used]. NULL: not wanted. */
-    void (*on_routes)(void *ctx, uint32_t layer, uint32_t tokens, const uint32_t *ids, const float *weights);
-    void *ctx;
+/* Keys and values on the host: float32. */
+struct inf_kv_host {
+    struct inf_kv base;
+    void *memory; /* of all layers; pages come as they are used */
+    struct krn_kv layer[];
 };
 
 struct inf_graph {
@@ -68,8 +44,6 @@ struct inf_graph {
     void *expert_scratch;
     struct krn_expert_job *jobs; /* [experts] */
 };
-
-#define INF_LOGIT_ROWS 64
 
 /* Plans and maps the activations of a chunk. -ENOMEM with the need named. */
 int inf_graph_create(const struct inf_model *model, struct krn_pool *pool, uint32_t chunk,

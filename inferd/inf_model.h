@@ -17,16 +17,17 @@
 #include "shm/shm_error.h"
 
 struct inf_model;
-struct inf_graph;
+struct inf_device;
 struct inf_pass;
 
 struct inf_arch {
     const char *name; /* general.architecture */
     int (*resolve)(struct inf_model *model, struct shm_error *err);
     /* Begins a pass: the hidden state of its tokens before the first layer. */
-    void (*embed)(struct inf_graph *graph, const struct inf_pass *pass);
+    int (*embed)(struct inf_device *device, const struct inf_pass *pass, struct shm_error *err);
     /* The layers and the head; the stream has begun. */
-    int (*forward)(struct inf_graph *graph, const struct inf_pass *pass, struct shm_error *err);
+    int (*forward)(const struct inf_model *model, struct inf_device *device, const struct inf_pass *pass,
+                   struct shm_error *err);
 };
 
 extern const struct inf_arch inf_arch_qwen3moe;

@@ -68,7 +68,9 @@ static const struct group {
     {INF_GROUP_ENGINE,
      {"device", KEY_DEVICE, "auto|host|cuda[:N]", 0, "Where to compute (default: auto)", 0}},
     {INF_GROUP_ENGINE, {0, 0, 0, 0, "Reading and the stream (default: as expertd was started):", 4}},
-    {INF_GROUP_ENGINE, {"chunk", KEY_CHUNK, "TOKENS", 0, "Most tokens read in one pass (default: 4096)", 0}},
+    {INF_GROUP_ENGINE,
+     {"chunk", KEY_CHUNK, "TOKENS", 0,
+      "Most tokens read in one pass (default: 4096; on a GPU what fits, up to 32768)", 0}},
     {INF_GROUP_ENGINE,
      {"ctx", KEY_CTX, "TOKENS", 0, "Tokens of a conversation (default: the model's context)", 0}},
     {INF_GROUP_ENGINE,
@@ -159,13 +161,16 @@ static uint32_t choice(struct argp_state *state, const char *option, const char 
     return 0;
 }
 
-static void check_device(struct argp_state *state, const char *arg)
+static void choose_device(struct argp_state *state, const char *arg, struct inf_engine_config *e)
 {
-    if (strcmp(arg, "auto") == 0 || strcmp(arg, "host") == 0)
+    static const char *const names[] = {"auto", "host", "cuda", NULL};
+    e->gpu = -1;
+    if (strncmp(arg, "cuda:", 5) == 0) {
+        e->device = INF_DEVICE_CUDA;
+        e->gpu = (int)number(state, "--device cuda:N", arg + 5, 0, 255);
         return;
-    if (strcmp(arg, "cuda") == 0 || strncmp(arg, "cuda:", 5) == 0)
-        argp_error(state, "--device: this version has no CUDA device: use --device host");
-    argp_error(state, "--device: '%s' is none of auto, host, cuda, cuda:N", arg);
+    }
+    e->device = (enum inf_device_choice)(choice(state, "--device", arg, names) - 1);
 }
 
 static error_t parse_engine(int key, char *arg, struct argp_state *state, struct inf_options *o)
@@ -185,7 +190,7 @@ static error_t parse_engine(int key, char *arg, struct argp_state *state, struct
         o->model = arg;
         break;
     case KEY_DEVICE:
-        check_device(state, arg);
+        choose_device(state, arg, &o->engine);
         break;
     case KEY_CHUNK:
         o->engine.chunk = (uint32_t)number(state, "--chunk", arg, 1, INF_CHUNK_MAX);
@@ -322,7 +327,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
 void inf_options_parse(int argc, char **argv, unsigned groups, const char *doc,
                        struct inf_options *ret_options)
 {
-    struct inf_options o = {.n = 128};
+    struct inf_options o = {.n = 128, .engine.gpu = -1};
     struct argp_option options[ENTRIES + 1] = {{0}};
     size_t n = 0;
     for (size_t i = 0; i < ENTRIES; i++)

@@ -14,9 +14,9 @@
 #define STALL_NS         UINT64_C(60000000000) /* loading without progress */
 #define OPEN_INTERVAL_MS 20
 
-void inf_store_init(struct inf_store *s, const struct inf_store_config *config)
+void inf_store_init(struct inf_store *s, const struct inf_store_config *config, struct inf_device *device)
 {
-    *s = (struct inf_store){.config = *config, .control_fd = -1, .ring_fd = -1};
+    *s = (struct inf_store){.config = *config, .device = device, .control_fd = -1, .ring = {.fd = -1}};
 }
 
 static bool cancelled(const struct inf_store *s)
@@ -32,16 +32,15 @@ static void close_session(struct inf_store *s)
         prt_client_detach(s->client, s->session, NULL);
     s->session = 0;
     inf_stream_destroy(&s->stream);
+    if (s->ring_open)
+        s->device->ops->ring_close(s->device, &s->ring);
+    s->ring_open = false;
     if (s->control_base)
         munmap(s->control_base, s->layout.total_bytes);
-    if (s->ring)
-        munmap(s->ring, s->ring_bytes);
     if (s->control_fd >= 0)
         close(s->control_fd);
-    if (s->ring_fd >= 0)
-        close(s->ring_fd);
-    s->control_base = s->ring = NULL;
-    s->control_fd = s->ring_fd = -1;
+    s->control_base = NULL;
+    s->control_fd = -1;
 }
 
 static void close_life(struct inf_store *s)
@@ -57,9 +56,7 @@ void inf_store_close(struct inf_store *s)
 {
     close_life(s);
     free(s->resident);
-    if (s->resident_memory)
-        munmap(s->resident_memory, s->resident_bytes);
-    inf_store_init(s, &(struct inf_store_config){0});
+    inf_store_init(s, &(struct inf_store_config){0}, NULL);
 }
 
 bool inf_store_alive(const struct inf_store *s)
@@ -146,35 +143,35 @@ static int copy_residents(struct inf_store *s, struct shm_error *err)
     uint64_t bytes = 0, at = 0;
     for (uint32_t l = 0; l < h->layers; l++)
         bytes += s->arena.layers[l].blob_stride * n;
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED)
-        return shm_error_set(err, ENOMEM,
-                             "%u resident experts a layer need %.1f MiB: choose a smaller "
-                             "--resident",
-                             n, (double)bytes / 1048576);
-    s->resident_memory = memory;
-    s->resident_bytes = bytes;
+    const struct inf_device_ops *ops = s->device->ops;
     const uint8_t **table = calloc((size_t)h->layers * h->experts, sizeof *table);
     if (!table)
         return -ENOMEM;
-    for (uint32_t l = 0; l < h->layers; l++) {
-        for (uint32_t e = 0; e < n; e++) {
-            int rc = wait_ready(s, shm_arena_blob_unit(&s->arena, l, e), err);
-            if (rc) {
-                free(table);
-                return rc;
-            }
-            memcpy(s->resident_memory + at, shm_arena_blob(&s->arena, l, e), s->arena.layers[l].blob_bytes);
-            table[(size_t)l * h->experts + e] = s->resident_memory + at;
+    uint8_t *memory;
+    int rc = ops->resident_open(s->device, bytes, &memory, err);
+    for (uint32_t l = 0; !rc && l < h->layers; l++) {
+        for (uint32_t e = 0; !rc && e < n; e++) {
+            rc = wait_ready(s, shm_arena_blob_unit(&s->arena, l, e), err);
+            if (!rc)
+                rc = ops->resident_put(s->device, memory + at, shm_arena_blob(&s->arena, l, e),
+                                       s->arena.layers[l].blob_bytes, err);
+            table[(size_t)l * h->experts + e] = memory + at;
             at += s->arena.layers[l].blob_stride;
         }
     }
+    if (!rc)
+        rc = ops->resident_done(s->device, table, h->layers, h->experts, err);
+    if (rc) {
+        free(table);
+        return rc;
+    }
     s->resident = table;
+    s->resident_bytes = bytes;
     return 0;
 }
 
 /* Control segment and ring for this arena. */
-static int create_segments(struct inf_store *s, struct shm_error *err)
+static int create_segments(struct inf_store *s, struct prt_attach_request *request, struct shm_error *err)
 {
     const struct shm_hparams *h = &s->arena.catalog->hparams;
     struct shm_geometry g = {.layers = h->layers, .experts = h->experts, .ring = s->config.ring};
@@ -188,13 +185,14 @@ static int create_segments(struct inf_store *s, struct shm_error *err)
     int rc = shm_worker_layout(&g, &s->layout, err);
     if (rc)
         return rc;
-    s->ring_bytes = g.ring * g.slot_bytes;
-    if ((rc = prt_segment_create("inferd-control", s->layout.total_bytes, &s->control_fd, &s->control_base,
-                                 err)) ||
-        (rc = prt_segment_create("inferd-ring", s->ring_bytes, &s->ring_fd, &s->ring, err)))
+    rc = prt_segment_create("inferd-control", s->layout.total_bytes, &s->control_fd, &s->control_base, err);
+    if (rc)
         return rc;
-    madvise(s->ring, s->ring_bytes, MADV_HUGEPAGE); /* a hint; refused is fine */
     shm_worker_view(s->control_base, &s->layout, &s->control);
+    rc = s->device->ops->ring_open(s->device, &g, &s->control, s->layout.total_bytes, &s->ring, request, err);
+    if (rc)
+        return rc;
+    s->ring_open = true;
     uint64_t start;
     if ((rc = prt_process_start(getpid(), &start)))
         return shm_error_set(err, rc, "/proc/self/stat cannot be read: %s", strerror(rc < 0 ? -rc : rc));
@@ -209,29 +207,33 @@ static int create_segments(struct inf_store *s, struct shm_error *err)
     return 0;
 }
 
-static int attach(struct inf_store *s, struct shm_error *err)
+static void quiesce(void *ctx, uint64_t end_group)
+{
+    struct inf_device *d = ctx;
+    d->ops->quiesce(d, end_group);
+}
+
+static int attach(struct inf_store *s, struct prt_attach_request *request, struct shm_error *err)
 {
     const struct shm_geometry *g = &s->layout.geometry;
-    struct prt_attach_request request = {.pid = (uint32_t)getpid(),
-                                         .device = PRT_DEVICE_HOST,
-                                         .start = s->control.worker->header.writer_start,
-                                         .control_fd = (uint32_t)s->control_fd,
-                                         .ring_fd = (uint32_t)s->ring_fd,
-                                         .layers = g->layers,
-                                         .experts = g->experts,
-                                         .ring = g->ring,
-                                         .group_entries = g->group_entries,
-                                         .groups_per_layer = g->groups_per_layer,
-                                         .slot_bytes = g->slot_bytes,
-                                         .policy = s->config.policy,
-                                         .order = s->config.order,
-                                         .depth = s->config.depth,
-                                         .floor = s->config.floor,
-                                         .link_gbps = s->config.link_gbps,
-                                         .link_latency_us = s->config.link_latency_us};
-    strncpy(request.name, s->config.name, sizeof request.name - 1);
+    request->pid = (uint32_t)getpid();
+    request->start = s->control.worker->header.writer_start;
+    request->control_fd = (uint32_t)s->control_fd;
+    request->layers = g->layers;
+    request->experts = g->experts;
+    request->ring = g->ring;
+    request->group_entries = g->group_entries;
+    request->groups_per_layer = g->groups_per_layer;
+    request->slot_bytes = g->slot_bytes;
+    request->policy = s->config.policy;
+    request->order = s->config.order;
+    request->depth = s->config.depth;
+    request->floor = s->config.floor;
+    request->link_gbps = s->config.link_gbps;
+    request->link_latency_us = s->config.link_latency_us;
+    strncpy(request->name, s->config.name, sizeof request->name - 1);
     struct prt_attach_reply reply;
-    int rc = prt_client_attach(s->client, &request, &reply, err);
+    int rc = prt_client_attach(s->client, request, &reply, err);
     if (rc)
         return rc;
     s->session = reply.session;
@@ -243,11 +245,13 @@ static int attach(struct inf_store *s, struct shm_error *err)
                                         .link_latency_us = reply.link_latency_us};
     const struct inf_stream_config c = {.control = s->control,
                                         .geometry = *g,
-                                        .ring = s->ring,
+                                        .ring = s->ring.host,
+                                        .quiesce = quiesce,
+                                        .quiesce_ctx = s->device,
                                         .expertd_pidfd = prt_client_expertd_pidfd(s->client),
                                         .watchdog_ns = s->config.watchdog_ns,
                                         .cancel = s->config.cancel,
-                                        .poison = s->config.poison};
+                                        .poison = s->config.poison && s->ring.host};
     return inf_stream_create(&c, &s->stream);
 }
 
@@ -255,8 +259,9 @@ int inf_store_attach(struct inf_store *s, uint32_t wait_ms, struct shm_error *er
 {
     close_life(s);
     int rc;
+    struct prt_attach_request request = {0};
     if ((rc = open_client(s, wait_ms, err)) || (rc = open_arena(s, err)) || (rc = copy_residents(s, err)) ||
-        (rc = create_segments(s, err)) || (rc = attach(s, err)))
+        (rc = create_segments(s, &request, err)) || (rc = attach(s, &request, err)))
         close_life(s);
     return rc;
 }

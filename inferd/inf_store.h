@@ -11,7 +11,7 @@
 #ifndef INF_STORE_H
 #define INF_STORE_H
 
-#include "inferd/inf_stream.h"
+#include "inferd/inf_device.h"
 #include "proto/prt_client.h"
 #include "shm/shm_arena.h"
 
@@ -19,7 +19,7 @@ struct inf_store_config {
     const char *runtime_dir, *instance; /* NULL: default */
     const char *name;                   /* as this worker calls itself */
     uint32_t ring;                      /* slots; 0: two layers' experts, at most 1 GiB */
-    uint32_t resident; /* the first so many experts of each layer are kept in private memory */
+    uint32_t resident; /* the first so many experts of each layer are kept in the device's memory */
     uint32_t policy, order, depth, floor; /* as in ATTACH; 0: expertd's */
     double link_gbps, link_latency_us;    /* likewise */
     bool poison;
@@ -35,6 +35,7 @@ struct inf_settings {
 
 struct inf_store {
     struct inf_store_config config; /* strings borrowed */
+    struct inf_device *device;      /* borrowed; outlives the store */
     struct prt_client *client;      /* NULL: not open */
     struct shm_arena_view arena;    /* valid while arena_base is */
     void *arena_base;
@@ -46,18 +47,20 @@ struct inf_store {
     struct inf_settings settings;
     struct shm_worker_layout layout;
     struct shm_worker_view control;
-    int control_fd, ring_fd;
-    void *control_base, *ring;
-    uint64_t ring_bytes;
+    int control_fd;
+    void *control_base;
+    struct inf_ring ring;
+    bool ring_open;
     struct inf_stream *stream; /* NULL: not attached */
 
-    const uint8_t **resident; /* [layers * experts], NULL entries are streamed; NULL: none */
-    uint8_t *resident_memory;
+    const uint8_t **resident; /* [layers * experts] addresses in the device's memory, NULL entries are
+                                 streamed; NULL: none */
     uint64_t resident_bytes;
 };
 
 /* Nothing is opened yet. The config is copied, its strings are borrowed. */
-void inf_store_init(struct inf_store *store, const struct inf_store_config *config);
+void inf_store_init(struct inf_store *store, const struct inf_store_config *config,
+                    struct inf_device *device);
 
 /* Attaches, or attaches again. Closes what an earlier life left. At most wait_ms for an
  * expertd to appear (0: it must be there), then as long as loading makes

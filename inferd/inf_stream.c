@@ -291,12 +291,19 @@ int inf_stream_end(struct inf_stream *s, struct shm_report *ret_report, struct s
     return 0;
 }
 
+static void quiesce(struct inf_stream *s)
+{
+    if (s->c.quiesce)
+        s->c.quiesce(s->c.quiesce_ctx, s->group_base + s->groups);
+}
+
 int inf_stream_cancel(struct inf_stream *s, struct shm_error *err)
 {
     if (!s->running)
         return s->lost ? gone(s, err) : 0;
     if (s->lost) {
         s->running = false;
+        quiesce(s);
         return gone(s, err);
     }
     /* release, pairs with the issuer's acquire: we read no slot from here on */
@@ -304,6 +311,7 @@ int inf_stream_cancel(struct inf_stream *s, struct shm_error *err)
     shm_bell_ring(&s->w->issuer_bell);
     const struct want want = {.word = "done_seq", .at = &s->w->done_seq, .value = s->seq, .ending = true};
     int rc = wait_for(s, &want, err);
+    quiesce(s);
     if (rc) {
         s->lost = true;
         s->running = false;
@@ -318,4 +326,26 @@ int inf_stream_cancel(struct inf_stream *s, struct shm_error *err)
 uint64_t inf_stream_wait_ns(const struct inf_stream *s)
 {
     return s->wait_ns;
+}
+
+uint64_t inf_stream_seq(const struct inf_stream *s)
+{
+    return s->seq;
+}
+
+uint64_t inf_stream_group_base(const struct inf_stream *s)
+{
+    return s->group_base;
+}
+
+int inf_stream_check(struct inf_stream *s, struct shm_error *err)
+{
+    const struct want want = {.ending = false};
+    int rc = check_end(s, &want, err);
+    return !rc && peer_dead(s) ? gone(s, err) : rc;
+}
+
+uint64_t inf_stream_watchdog_ns(const struct inf_stream *s)
+{
+    return s->c.watchdog_ns;
 }

@@ -29,7 +29,11 @@ struct inf_stream_config {
     int expertd_pidfd;              /* -1: not watched */
     uint64_t watchdog_ns;           /* longest wait without progress; 0: 60 s */
     _Atomic bool *cancel;           /* set by a signal handler or another thread; NULL: none */
-    bool poison;                    /* fill each slot with 0xFF right before its release */
+    /* Called when a stream ended early, once expertd writes nothing of it any more: ends what a device still
+     * does with it, up to the group number given. NULL: nothing does. */
+    void (*quiesce)(void *ctx, uint64_t end_group);
+    void *quiesce_ctx;
+    bool poison; /* fill each slot with 0xFF right before its release */
 };
 
 struct inf_stream;
@@ -70,6 +74,13 @@ int inf_stream_end(struct inf_stream *s, struct shm_report *ret_report, struct s
  * has let go of the ring (bounded). 0: the next stream may begin; else the
  * session is lost and must be attached anew. */
 int inf_stream_cancel(struct inf_stream *s, struct shm_error *err);
+
+/* For a device that publishes, waits and releases by itself: the running stream's number, the number of its
+ * first group, and whether something ended it: 0, or the errors of the waits above (without the watchdog). */
+uint64_t inf_stream_seq(const struct inf_stream *s);
+uint64_t inf_stream_group_base(const struct inf_stream *s);
+int inf_stream_check(struct inf_stream *s, struct shm_error *err);
+uint64_t inf_stream_watchdog_ns(const struct inf_stream *s);
 
 /* Nanoseconds asleep since the stream began. */
 uint64_t inf_stream_wait_ns(const struct inf_stream *s);

@@ -220,20 +220,27 @@ static uint32_t decoded(const struct inf_turn *turn)
 static void report_memory(const struct inf_talk *t, FILE *f)
 {
     const struct inf_engine *e = t->engine;
-    const struct inf_times *at = &e->graph->times;
-    fprintf(
-        f,
-        "memory: activations %.1f MiB (chunk %u), keys and values up to %.1f MiB (%u tokens), ring %.1f MiB "
-        "(%u slots), residents %.1f MiB\n",
-        (double)e->graph->bytes / 1048576, e->chunk, (double)t->conversation->bytes / 1048576, e->ctx,
-        (double)e->store.ring_bytes / 1048576, e->store.layout.geometry.ring,
-        (double)e->store.resident_bytes / 1048576);
+    const struct inf_device *d = e->device;
+    const struct inf_times *at = &d->times;
+    const struct inf_phases *p = &e->phases;
+    fprintf(f, "device: %s%s%s\n", d->text, d->note[0] ? "; not a GPU: " : "", d->note);
+    fprintf(f,
+            "memory: activations %.1f MiB (chunk %u, %.1f KiB a token), keys and values up to %.1f MiB (%u "
+            "tokens), "
+            "ring %.1f MiB (%u slots), residents %.1f MiB\n",
+            (double)d->activation_bytes / 1048576, e->chunk, (double)d->token_bytes / 1024,
+            (double)t->conversation->kv->bytes / 1048576, e->ctx, (double)e->store.ring.bytes / 1048576,
+            e->store.layout.geometry.ring, (double)e->store.resident_bytes / 1048576);
+    fprintf(f,
+            "start: context %.1f, modules %.1f, attach %.1f, dense weights %.1f (%.1f MiB), ready %.1f ms\n",
+            ms(p->context_ns), ms(p->modules_ns), ms(p->attach_ns), ms(p->dense_ns),
+            (double)d->dense_bytes / 1048576, ms(p->ready_ns));
     fprintf(
         f,
         "time so far: attach %.1f ms; attention %.1f, routers %.1f, experts %.1f, waiting for groups %.1f, "
-        "embedding and logits %.1f ms; %u threads, kernels %s\n",
+        "embedding and logits %.1f, enqueueing %.1f ms\n",
         ms(e->attach_ns), ms(at->attention_ns), ms(at->router_ns), ms(at->experts_ns), ms(at->wait_ns),
-        ms(at->head_ns), krn_pool_threads(e->pool), krn_host_isa());
+        ms(at->head_ns), ms(at->enqueue_ns));
 }
 
 void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE *f)
@@ -291,7 +298,8 @@ static json_t *chunks_json(const struct inf_turn *turn)
 json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
 {
     const struct inf_engine *e = t->engine;
-    const struct inf_times *at = &e->graph->times;
+    const struct inf_times *at = &e->device->times;
+    const struct inf_phases *p = &e->phases;
     const char *held = inf_held_off_text(turn->read.held_off);
     json_t *ids = json_array();
     for (size_t i = 0; i < turn->generated.n; i++)
@@ -304,10 +312,23 @@ json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
         "held_off", held, "stop", inf_stop_name(turn->stop), "context_tokens", (json_int_t)t->conversation->n,
         "attach_ms", ms(e->attach_ns), "read_ms", ms(turn->read_ns), "chunks", chunks_json(turn),
         "decode_stream", stream_json(&turn->decode));
-    json_t *times = json_pack("{s:f, s:f, s:f, s:f, s:f}", "attention", ms(at->attention_ns), "routers",
+    json_t *times = json_pack("{s:f, s:f, s:f, s:f, s:f, s:f}", "attention", ms(at->attention_ns), "routers",
                               ms(at->router_ns), "experts", ms(at->experts_ns), "wait", ms(at->wait_ns),
-                              "head", ms(at->head_ns));
+                              "head", ms(at->head_ns), "enqueue", ms(at->enqueue_ns));
     json_object_set_new(j, "times_ms", times);
+    json_object_set_new(j, "device", json_string(e->device->text));
+    json_object_set_new(j, "device_note", e->device->note[0] ? json_string(e->device->note) : json_null());
+    json_object_set_new(j, "start_ms",
+                        json_pack("{s:f, s:f, s:f, s:f, s:f}", "context", ms(p->context_ns), "modules",
+                                  ms(p->modules_ns), "attach", ms(p->attach_ns), "dense", ms(p->dense_ns),
+                                  "ready", ms(p->ready_ns)));
+    json_object_set_new(j, "memory",
+                        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "activation_bytes",
+                                  (json_int_t)e->device->activation_bytes, "activation_token_bytes",
+                                  (json_int_t)e->device->token_bytes, "chunk", (json_int_t)e->chunk,
+                                  "kv_bytes", (json_int_t)t->conversation->kv->bytes, "ring_bytes",
+                                  (json_int_t)e->store.ring.bytes, "resident_bytes",
+                                  (json_int_t)e->store.resident_bytes));
     if (t->options->hash) {
         char text[17];
         snprintf(text, sizeof text, "%016llx", (unsigned long long)turn->hash);

@@ -105,7 +105,8 @@ void fix_worker_start(const struct fix_arena *arena, const struct fix_setup *set
     memset(w, 0, sizeof *w);
     struct inf_engine *e = &w->engine;
     struct inf_store *s = &e->store;
-    inf_store_init(s, &(struct inf_store_config){.cancel = &w->cancel, .poison = set->poison});
+    REQUIRE(inf_device_host_open(set->threads, &err, &e->device) == 0, &err);
+    inf_store_init(s, &(struct inf_store_config){.cancel = &w->cancel, .poison = set->poison}, e->device);
     s->arena = arena->view;
     s->settings = (struct inf_settings){
         .policy = set->policy, .order = set->order, .depth = set->depth, .floor = set->floor};
@@ -115,11 +116,12 @@ void fix_worker_start(const struct fix_arena *arena, const struct fix_setup *set
     g.group_entries = shm_group_entries(g.ring);
     g.groups_per_layer = shm_groups_per_layer(g.experts, g.group_entries);
     REQUIRE(shm_worker_layout(&g, &s->layout, &err) == 0, &err);
-    s->ring_bytes = g.ring * g.slot_bytes;
+    struct prt_attach_request request;
+    REQUIRE(e->device->ops->ring_open(e->device, &g, &s->control, 0, &s->ring, &request, &err) == 0, &err);
+    s->ring_open = true;
     s->control_base =
         mmap(NULL, s->layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    s->ring = mmap(NULL, s->ring_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    REQUIRE(s->control_base != MAP_FAILED && s->ring != MAP_FAILED, &err);
+    REQUIRE(s->control_base != MAP_FAILED, &err);
     shm_worker_view(s->control_base, &s->layout, &s->control);
     s->control.worker->geometry = g;
     if (set->resident) {
@@ -134,8 +136,8 @@ void fix_worker_start(const struct fix_arena *arena, const struct fix_setup *set
                     1);
     shm_header_publish(&s->control.worker->header, 1);
 
-    const struct krn_link_host_config lc = {.ring = s->ring,
-                                            .ring_bytes = s->ring_bytes,
+    const struct krn_link_host_config lc = {.ring = s->ring.host,
+                                            .ring_bytes = s->ring.bytes,
                                             .landed_word = &s->control.worker->landed_groups,
                                             .landed_bell = &s->control.worker->landed_bell,
                                             .issuer_bell = &s->control.worker->issuer_bell,
@@ -153,7 +155,7 @@ void fix_worker_start(const struct fix_arena *arena, const struct fix_setup *set
         .ctx = w};
     const struct inf_stream_config sc = {.control = s->control,
                                          .geometry = g,
-                                         .ring = s->ring,
+                                         .ring = s->ring.host,
                                          .expertd_pidfd = -1,
                                          .watchdog_ns = UINT64_C(20000000000),
                                          .cancel = &w->cancel,
@@ -161,10 +163,9 @@ void fix_worker_start(const struct fix_arena *arena, const struct fix_setup *set
     REQUIRE(inf_stream_create(&sc, &s->stream) == 0, &err);
     REQUIRE(exd_issuer_start(&ic, &w->issuer, &err) == 0, &err);
     REQUIRE(inf_model_open(&s->arena, &err, &e->model) == 0, &err);
-    e->ctx = e->model->hparams.context;
-    e->chunk = set->chunk && set->chunk < e->ctx ? set->chunk : e->ctx;
-    REQUIRE(krn_pool_create(set->threads, &e->pool) == 0, &err);
-    REQUIRE(inf_graph_create(e->model, e->pool, e->chunk, &err, &e->graph) == 0, &err);
+    REQUIRE(e->device->ops->set_model(e->device, e->model, &err) == 0, &err);
+    e->chunk = set->chunk ? set->chunk : e->model->hparams.context;
+    REQUIRE(e->device->ops->plan(e->device, &e->chunk, &e->ctx, &err) == 0, &err);
 }
 
 void fix_worker_stop(struct fix_worker *w)
@@ -172,9 +173,8 @@ void fix_worker_stop(struct fix_worker *w)
     struct inf_engine *e = &w->engine;
     exd_issuer_stop(&w->issuer);
     krn_link_destroy(&w->link);
-    inf_graph_destroy(&e->graph);
-    krn_pool_destroy(&e->pool);
     inf_model_close(&e->model);
     e->store.arena_base = NULL;
     inf_store_close(&e->store);
+    inf_device_close(&e->device);
 }

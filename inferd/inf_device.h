@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Device: where a worker computes. One table of operations with two
+ * implementations, the host (inf_device_host.c) and a CUDA GPU (inf_cuda*.c):
+ * memory (ring, residents, dense weights, keys and values, activations) and
+ * the steps of a pass, from which an architecture's forward function is put
+ * together. An architecture never asks which device it runs on.
+ *
+ * A step may compute at once (host) or only be enqueued (CUDA); head() ends a
+ * pass: when it returned, everything is computed. Steps of one pass at a time,
+ * one thread. After a failed step the caller cancels the pass's stream, which
+ * calls quiesce(): nothing of the pass runs after that.
+ */
+#ifndef INF_DEVICE_H
+#define INF_DEVICE_H
+
+#include "inferd/inf_model.h"
+#include "inferd/inf_stream.h"
+#include "proto/prt_client.h"
+
+/* Where the time of the passes went; cumulative. What a device enqueues is not told apart. */
+struct inf_times {
+    uint64_t attention_ns; /* projections, rotary, attention, output */
+    uint64_t router_ns;    /* norms, routers, predictions, publication */
+    uint64_t experts_ns;   /* kernels and combine */
+    uint64_t wait_ns;      /* for groups; CUDA: for the device, in all */
+    uint64_t head_ns;      /* embedding and logits */
+    uint64_t enqueue_ns;   /* CUDA: handing operations to the driver */
+};
+
+/* What a start took. */
+struct inf_phases {
+    uint64_t context_ns; /* driver and context; 0 on the host */
+    uint64_t modules_ns; /* kernels loaded */
+    uint64_t attach_ns;  /* expertd found, arena mapped, residents copied, session opened */
+    uint64_t dense_ns;   /* dense weights resolved and uploaded */
+    uint64_t ready_ns;   /* from the start to ready, all in all */
+};
+
+/* Keys and values of one conversation; each device's own begins with this. */
+struct inf_kv {
+    uint64_t bytes;
+    uint32_t ctx; /* tokens that fit */
+};
+
+/* Ring of a session. */
+struct inf_ring {
+    uint64_t bytes;
+    void *host; /* its memory; NULL on another device */
+    int fd;     /* of that memory; -1 */
+};
+
+/* One chunk. Everything is the caller's and stays as it is during the pass. */
+struct inf_pass {
+    const uint32_t *ids; /* [tokens], < vocab */
+    uint32_t tokens;     /* 1 .. the planned chunk */
+    uint32_t position;   /* of ids[0]; position + tokens <= KV capacity */
+    bool generated;      /* written by the model itself, not part of a prompt */
+    const struct inf_kv *kv;
+    struct inf_stream *stream;      /* begun; NULL: every expert is resident */
+    bool demand;                    /* the stream copies nothing before a layer is published */
+    const uint8_t *const *resident; /* [layers * experts] blobs in the device's memory, NULL where streamed;
+                                       NULL: none is resident */
+    bool predict;                   /* publish expected counts of the next layer */
+    uint32_t *counts;               /* [layers * experts] out: tokens per expert, when the pass has ended */
+    _Atomic bool *cancel;           /* looked at between layers; NULL: none */
+
+    /* Logits of tokens first_logit .. tokens - 1, in order, in blocks; first_logit >= tokens: none. */
+    uint32_t first_logit;
+    void (*on_logits)(void *ctx, uint32_t position, uint32_t rows, const float *logits);
+    /* Routing of a layer: ids and weights [tokens][experts_used]. NULL: not wanted (it costs a wait a layer).
+     */
+    void (*on_routes)(void *ctx, uint32_t layer, uint32_t tokens, const uint32_t *ids, const float *weights);
+    void (*on_layer)(void *ctx, uint32_t layer); /* computed, or about to be; for a progress line */
+    void *ctx;
+};
+
+#define INF_LOGIT_ROWS 64
+
+struct inf_device;
+
+struct inf_device_ops {
+    void (*close)(struct inf_device *d);
+
+    /* The ring of a session, and the request's fields that name it. The control segment of
+     * control_bytes is mapped and laid out. ring_close once expertd has let go of it. */
+    int (*ring_open)(struct inf_device *d, const struct shm_geometry *g,
+                     const struct shm_worker_view *control, uint64_t control_bytes, struct inf_ring *ret_ring,
+                     struct prt_attach_request *request, struct shm_error *err);
+    void (*ring_close)(struct inf_device *d, struct inf_ring *ring);
+
+    /* Memory of the residents: open, put each blob, done with the table of their addresses. They stay
+     * until close. */
+    int (*resident_open)(struct inf_device *d, uint64_t bytes, uint8_t **ret_address, struct shm_error *err);
+    int (*resident_put)(struct inf_device *d, uint8_t *address, const void *blob, uint64_t bytes,
+                        struct shm_error *err);
+    int (*resident_done)(struct inf_device *d, const uint8_t *const *table, uint32_t layers, uint32_t experts,
+                         struct shm_error *err);
+
+    /* Takes a model: the dense weights go where they are needed. Later calls, after an attach to another
+     * life of expertd, bring the same model on another mapping; -EINVAL if the shapes differ. */
+    int (*set_model)(struct inf_device *d, const struct inf_model *model, struct shm_error *err);
+
+    /* Plans activations and one conversation's keys and values, allocates the former. *chunk and *ctx: as
+     * asked for (0: the device's choice), then what was planned; a chunk that does not fit becomes smaller.
+     */
+    int (*plan)(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct shm_error *err);
+
+    int (*kv_create)(struct inf_device *d, uint32_t ctx, struct shm_error *err, struct inf_kv **ret_kv);
+    void (*kv_destroy)(struct inf_device *d, struct inf_kv **kv);
+
+    /* Steps. */
+    int (*embed)(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);
+    /* Expected tokens per expert of layer 0 from the embeddings alone, [experts], for a stream that has not
+     * begun; after embed, valid until the next step. May wait for the device. */
+    int (*predict_first)(struct inf_device *d, const struct inf_pass *p, const uint32_t **ret_counts,
+                         struct shm_error *err);
+    int (*attention)(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err);
+    int (*experts)(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err);
+    int (*head)(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);
+
+    /* The stream ended early and expertd writes nothing of it any more: `end_group` is its end. */
+    void (*quiesce)(struct inf_device *d, uint64_t end_group);
+};
+
+/* Each device begins with this. */
+struct inf_device {
+    const struct inf_device_ops *ops;
+    uint32_t kind;  /* PRT_DEVICE_* */
+    char text[192]; /* "host, 8 threads, kernels v4" */
+    char note[256]; /* why it is not the other one (auto); "" */
+    struct inf_times times;
+    struct inf_phases phases;               /* the device's own: context, modules */
+    uint64_t activation_bytes, token_bytes; /* planned, in all and of each token of a chunk */
+    uint64_t dense_bytes;                   /* copied to the device */
+};
+
+/* The host device: threads as in krn_pool_create. */
+int inf_device_host_open(uint32_t threads, struct shm_error *err, struct inf_device **ret_device);
+
+/* GPU `ordinal`; -1: the first. -ENOENT no driver, -ENODEV no such GPU, -ENOTSUP a capability is missing
+ * (named), others with one line. poison: fill each slot with 0xFF before its release. */
+int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device);
+
+static inline void inf_device_close(struct inf_device **device)
+{
+    if (*device)
+        (*device)->ops->close(*device);
+    *device = NULL;
+}
+
+/* The steps, for architectures. */
+static inline int inf_embed(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
+{
+    return d->ops->embed(d, p, err);
+}
+static inline int inf_attention(struct inf_device *d, const struct inf_pass *p, uint32_t layer,
+                                struct shm_error *err)
+{
+    return d->ops->attention(d, p, layer, err);
+}
+static inline int inf_experts(struct inf_device *d, const struct inf_pass *p, uint32_t layer,
+                              struct shm_error *err)
+{
+    return d->ops->experts(d, p, layer, err);
+}
+static inline int inf_head(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
+{
+    return d->ops->head(d, p, err);
+}
+
+#endif
