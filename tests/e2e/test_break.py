@@ -191,3 +191,41 @@ def test_a_path_that_is_not_utf8(world):
     r = subprocess.run([os.fsencode(INFERD), b"run", b"--runtime-dir", os.fsencode(world.runtime), b"--model",
                         model, b"--prompt", b"Once", b"--raw", b"-n", b"2", b"--json"], capture_output=True)
     assert r.returncode == 0 and json.loads(r.stdout), r.stderr
+
+
+def test_expertd_killed_in_mid_answer_three_workers(world):
+    """A sampled answer is cut by expertd's death. Asked again of the next expertd, each worker answers as if
+    nothing had happened: what the lost answer drew is forgotten, too."""
+    options = ["-n", "20", "--temperature", "0.9", "--seed", "3", "--repeat-penalty", "1.2", "--ignore-eos", "--json",
+               "--link-gbps", "0.02"]
+    d = world.expertd()
+    chats = [popen(world, INFERD, "chat", *world.where(), *options, stdin=subprocess.PIPE) for _ in range(3)]
+
+    def say(text):
+        for c in chats:
+            c.stdin.write(text + "\n")
+            c.stdin.flush()
+
+    def hear():
+        return [json.loads(c.stdout.readline()) for c in chats]
+
+    def written():
+        return [w["streams"] for w in world.status().get("workers", [])]
+
+    say("Hello")
+    hear()
+    before = max(written())
+    say("More")
+    world.until(lambda: len(written()) == 3 and min(written()) > before + 3, what="all write")
+    d.kill()
+    d.wait()
+    assert all("expertd" in answer["error"] for answer in hear())
+    world.expertd()
+    say("More")
+    again = hear()
+    for c in chats:
+        c.stdin.close()
+        assert c.wait(20) == 0
+    want = world.inferd("chat", *options[:-2], input="Hello\nMore\n").stdout.splitlines()
+    assert {a["text"] for a in again} == {json.loads(want[1])["text"]}
+    assert all(a["attached_again"] for a in again)
