@@ -319,7 +319,7 @@ static enum exd_step step_expected(struct exd_walk *w)
     bool confident = false;
     const uint32_t *expected = w->env.expected(w->env.ctx, w->layer, &confident);
     uint32_t e = choose(w, expected);
-    if (!routed && confident && expected && expected[e] == 0)
+    if (!routed && confident && expected && expected[e] == 0 && !EXD_MUTANT(SIM_MUTANT_BLIND_UNEXPECTED))
         return EXD_STEP_WAIT_PUBLISH;
     if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;

@@ -36,6 +36,7 @@ struct world {
     uint32_t head, tail;
     struct shm_mask routed_mask[SIM_LAYERS_MAX], resident_mask[SIM_LAYERS_MAX];
     uint32_t expected[SIM_LAYERS_MAX][SIM_EXPERTS_MAX];
+    bool confident;   /* the last answer about them */
     uint32_t expects; /* 0 nothing, 1 counts, 2 counts with confidence, 3 any of them at each call */
     /* Consumer. */
     uint32_t layer, group;
@@ -273,7 +274,7 @@ static const uint32_t *env_expected(void *ctx, uint32_t layer, bool *ret_confide
     sim_checker_gate_called(w->c, "expected");
     drift(w);
     uint32_t kind = w->expects == 3 ? below(w, 3) : w->expects;
-    *ret_confident = kind == 2;
+    *ret_confident = w->confident = kind == 2;
     return kind ? w->expected[layer] : NULL;
 }
 
@@ -298,6 +299,10 @@ static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry,
 {
     struct world *w = ctx;
     mix(w, UINT64_C(2) << 60 | (uint64_t)layer << 48 | expert);
+    if (w->s.policy != SHM_POLICY_FULL && w->s.order != SHM_ORDER_INDEX && !(w->c->published & BIT(layer)) &&
+        w->confident && !w->expected[layer][expert])
+        sim_checker_fail(w->c, 3, "layer %u expert %u copied blind, confidently expected to be unused", layer,
+                         expert);
     mix(w, entry << 40 | group << 20 | slot);
     if (w->c->n_issued == w->issue_fails_at)
         return -EIO;
