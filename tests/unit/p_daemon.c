@@ -238,7 +238,9 @@ static void test_refusals(struct kit *k)
 static void test_broken_protocol(struct kit *k)
 {
     struct kit_holds before = kit_holds(k->pid);
-    for (int variant = 0; variant < 3; variant++) {
+    static const char *const said[] = {"posted stream 7", "posted stream 0", "released group",
+                                       "groups released"};
+    for (int variant = 0; variant < 4; variant++) {
         struct kit_worker w;
         struct shm_error err = {0};
         kit_worker_make(k, 8, &w);
@@ -249,17 +251,22 @@ static void test_broken_protocol(struct kit *k)
             w.view.worker->descriptor.flags = UINT32_MAX;
             atomic_store(&w.view.worker->stream_seq, 1);
             shm_bell_ring(&w.view.worker->issuer_bell);
-        } else {
+        } else if (variant == 2) {
             kit_worker_post(&w, 1, 4096);
+            for (int t = 0; t < 3000 && !atomic_load(&w.view.worker->landed_groups); t++)
+                usleep(1000);
             atomic_store(&w.view.worker->released_groups, UINT64_MAX / 2); /* what never landed */
             shm_bell_ring(&w.view.worker->issuer_bell);
+        } else {
+            atomic_store(&w.view.worker->released_groups, 1); /* before there was a stream */
+            kit_worker_post(&w, 1, 4096);
         }
         CHECK(kit_until(no_workers, k, 3000), "variant %d: the worker was kept", variant);
         for (int t = 0; t < 1000 && !atomic_load(&w.view.worker->detached); t++)
             usleep(1000);
         CHECK(atomic_load(&w.view.worker->detached) == 1, "variant %d: not told", variant);
-        CHECK(w.view.worker->error_text[0], "variant %d: no reason given", variant);
-        fprintf(stderr, "variant %d: %s\n", variant, w.view.worker->error_text);
+        CHECK(strstr(w.view.worker->error_text, said[variant]), "variant %d: '%s'", variant,
+              w.view.worker->error_text);
         kit_worker_free(&w);
     }
     check_holds(k, before, "after broken protocol");
