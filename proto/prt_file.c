@@ -186,6 +186,13 @@ bool prt_process_alive(pid_t pid, uint64_t start)
     return pid > 0 && read_stat(pid, &state, &now) == 0 && now == start && state != 'Z' && state != 'X';
 }
 
+bool prt_process_stopped(pid_t pid)
+{
+    char state;
+    uint64_t start;
+    return pid > 0 && read_stat(pid, &state, &start) == 0 && (state == 'T' || state == 't');
+}
+
 int prt_process_uid(pid_t pid, uid_t *ret_uid)
 {
     char path[64];

@@ -44,6 +44,9 @@ int prt_process_start(pid_t pid, uint64_t *ret_start);
 /* That very process exists and is not a zombie. */
 bool prt_process_alive(pid_t pid, uint64_t start);
 
+/* By SIGSTOP or a debugger. */
+bool prt_process_stopped(pid_t pid);
+
 /* Effective user of a process. 0 or -ESRCH. */
 int prt_process_uid(pid_t pid, uid_t *ret_uid);
 

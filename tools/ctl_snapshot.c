@@ -96,21 +96,6 @@ static void copy_segment(struct ctl_worker *w, const void *base, const struct sh
             w->reports++;
 }
 
-/* By SIGSTOP or a debugger: field 3 of /proc/PID/stat, behind the name in parentheses. */
-static bool process_suspended(uint32_t pid)
-{
-    char path[32], line[512];
-    snprintf(path, sizeof path, "/proc/%u/stat", pid);
-    FILE *f = fopen(path, "re");
-    if (!f)
-        return false;
-    size_t n = fread(line, 1, sizeof line - 1, f);
-    fclose(f);
-    line[n] = 0;
-    const char *end = strrchr(line, ')');
-    return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
-}
-
 void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_snapshot *ret_snapshot)
 {
     struct ctl_snapshot *n = ret_snapshot;
@@ -118,7 +103,7 @@ void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_
     n->store = prt_client_store(client);
     n->paths = prt_client_paths(client);
     n->liveness = prt_client_liveness(client);
-    n->suspended = n->liveness == PRT_LIVE && process_suspended(n->store->header.writer_pid);
+    n->suspended = n->liveness == PRT_LIVE && prt_process_stopped((pid_t)n->store->header.writer_pid);
     for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++) {
         struct ctl_worker *w = &n->worker[n->workers];
         memset(w, 0, sizeof *w);
