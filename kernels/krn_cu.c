@@ -7,17 +7,20 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define MODULES      4
+#define MODULES      5
 #define THREADS      256u
 #define GEMM_THREADS 128u
-#define GEMV_WARPS   8u
-#define GEMV_ROWS    2u
+#define GEMV_WARPS   4u
+#define GEMV_ROWS    4u            /* of a warp */
+#define PAIR_ROWS    2u            /* of a warp, in an expert */
 #define TILE_BYTES   (128u * 128u) /* 128 rows of 64 bf16 */
 #define DENSE_SHARED (3 * 2 * TILE_BYTES)
-#define TILE_FEW     32u
-#define TILE_MANY    128u
+#define TILE_FEW     64u
+#define TILE_MANY    256u
+#define TILE_PLAIN   128u
+#define SCORES_FEW   32u
 /* Tokens per expert, on average, from which the large tile pays. */
-#define EXPERT_MANY 40u
+#define EXPERT_MANY 48u
 
 /* X(kernel, module) */
 #define KERNELS(X)                                                                                           \
@@ -27,10 +30,11 @@
     X(rope_table, basic)                                                                                     \
     X(qkv, basic)                                                                                            \
     X(combine, basic)                                                                                        \
-    X(gemv, basic)                                                                                           \
-    X(gate_up_gemv, basic)                                                                                   \
-    X(down_gemv, basic)                                                                                      \
+    X(gemv, gemv)                                                                                            \
+    X(gate_up_gemv, gemv)                                                                                    \
+    X(down_gemv, gemv)                                                                                       \
     X(scores, router)                                                                                        \
+    X(scores_few, router)                                                                                    \
     X(select_128, router)                                                                                    \
     X(select_1024, router)                                                                                   \
     X(count, router)                                                                                         \
@@ -50,9 +54,9 @@
 
 #define ENUM(kernel, module) K_##kernel,
 enum kernel { KERNELS(ENUM) KERNEL_COUNT };
-enum module { M_basic, M_router, M_gemm, M_attn };
+enum module { M_basic, M_router, M_gemm, M_gemv, M_attn };
 static const char *const module_names[MODULES] = {"krn_cu_basic", "krn_cu_router", "krn_cu_gemm",
-                                                  "krn_cu_attn"};
+                                                  "krn_cu_gemv", "krn_cu_attn"};
 #define ROW(kernel, module) {"krn_cu_" #kernel, M_##module},
 static const struct {
     const char *name;
@@ -207,7 +211,7 @@ int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m,
         a.m = (struct krn_cu_matrix){scratch, KRN_BF16, m->rows, m->cols, m->cols * 2};
     }
     return launch(cu, K_dense,
-                  (struct grid){div_up(tokens, TILE_MANY), div_up(m->rows, KRN_CU_TILE_N), 1, GEMM_THREADS,
+                  (struct grid){div_up(tokens, TILE_PLAIN), div_up(m->rows, KRN_CU_TILE_N), 1, GEMM_THREADS,
                                 DENSE_SHARED},
                   stream, &a);
 }
@@ -313,6 +317,12 @@ int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr 
                   uint32_t experts, uint32_t hidden, krn_cuda_ptr scores)
 {
     struct krn_cu_scores_args a = {x, w, scores, tokens, experts, hidden, 0};
+    if (hidden % 16)
+        return -EINVAL;
+    if (tokens <= SCORES_FEW)
+        return launch(cu, K_scores_few,
+                      (struct grid){tokens, div_up(experts, 32), 1, 256, div_up(hidden, 256) * 32 * 4},
+                      stream, &a);
     return launch(cu, K_scores, (struct grid){div_up(tokens, 32), div_up(experts, 128), 1, 256, 0}, stream,
                   &a);
 }
@@ -376,12 +386,11 @@ uint64_t krn_cu_plan_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts)
     return PLAN_HEAD + plan_jobs_bytes(experts) + 4 * (slots + experts);
 }
 
-/* Blocks that fit on the GPU at a time; they walk over the tiles. */
-static uint32_t persistent_blocks(const struct krn_cu *cu, uint32_t shared)
+/* Blocks that fit on the GPU at a time; they walk over the tiles. One of the large tiles' fills the
+ * registers. */
+static uint32_t persistent_blocks(const struct krn_cu *cu, uint32_t tile)
 {
-    uint32_t each =
-        228u * 1024 / (shared + 1024); /* registers allow two of the large tiles; more just wait */
-    return (uint32_t)cu->device->multiprocessors * (each < 1 ? 1 : each > 4 ? 4 : each);
+    return (uint32_t)cu->device->multiprocessors * (tile == TILE_MANY ? 1 : 2);
 }
 
 int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_run *run)
@@ -393,7 +402,8 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
                     : slots / s->experts >= EXPERT_MANY ? TILE_MANY
                                                         : TILE_FEW,
              stride[3] = {0};
-    if (s->gate.cols % 16 || s->down.cols % 16 || s->experts > KRN_EXPERTS_MAX || slots / TILE_FEW > 0xffff)
+    if (s->gate.cols % 16 || s->down.cols % 16 || s->experts > KRN_EXPERTS_MAX ||
+        slots / (run->decode ? 1 : TILE_FEW) > 0xffff)
         return -EINVAL;
     for (int i = 0; i < 3 && tile > 1; i++)
         if (!(stride[i] = fit_stride(cu, types[i], tile))) {
@@ -439,21 +449,25 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
         uint32_t shared = vector_shared(s->gate.cols), shared_down = vector_shared(s->down.cols);
         if (shared > 48u * 1024 || shared_down > 48u * 1024)
             return -EINVAL;
-        rc = launch(cu, K_gate_up_gemv,
-                    (struct grid){div_up(s->gate.rows, GEMV_WARPS), slots, 1, GEMV_WARPS * 32, shared},
-                    stream, &up);
+        rc = launch(
+            cu, K_gate_up_gemv,
+            (struct grid){div_up(s->gate.rows, GEMV_WARPS * PAIR_ROWS), slots, 1, GEMV_WARPS * 32, shared},
+            stream, &up);
         return rc ? rc
                   : launch(cu, K_down_gemv,
-                           (struct grid){div_up(s->down.rows, GEMV_WARPS), slots, 1, GEMV_WARPS * 32,
-                                         shared_down},
+                           (struct grid){div_up(s->down.rows, GEMV_WARPS * PAIR_ROWS), slots, 1,
+                                         GEMV_WARPS * 32, shared_down},
                            stream, &down);
     }
     uint32_t shared = quantized_shared(tile, up.raw_stride), shared_down = quantized_shared(tile, stride[2]);
-    rc = launch(cu, tile == TILE_MANY ? K_gate_up : K_gate_up_few,
-                (struct grid){persistent_blocks(cu, shared), 1, 1, GEMM_THREADS, shared}, stream, &up);
+    rc = launch(
+        cu, tile == TILE_MANY ? K_gate_up : K_gate_up_few,
+        (struct grid){persistent_blocks(cu, tile), 1, 1, tile == TILE_MANY ? 256 : GEMM_THREADS, shared},
+        stream, &up);
     return rc ? rc
               : launch(cu, tile == TILE_MANY ? K_down : K_down_few,
-                       (struct grid){persistent_blocks(cu, shared_down), 1, 1, GEMM_THREADS, shared_down},
+                       (struct grid){persistent_blocks(cu, tile), 1, 1,
+                                     tile == TILE_MANY ? 256 : GEMM_THREADS, shared_down},
                        stream, &down);
 }
 

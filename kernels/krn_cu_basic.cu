@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* Embedding, norms, rotary positions and KV write, combine, expansion of weights, and the decode matrix-vector product. */
+/* Embedding, norms, rotary positions and KV write, combine, expansion of weights to bf16. */
 #include "kernels/krn_cu_dequant.cuh"
 
 struct float_sink {
+    static constexpr bool RAW = false;
     float *y;
     __device__ __forceinline__ void operator()(int c, const float (&f)[8])
     {
@@ -13,6 +14,7 @@ struct float_sink {
 
 /* For the end of a row: pieces of eight below n. */
 template <class Sink> struct short_sink {
+    static constexpr bool RAW = false;
     Sink sink;
     uint32_t n;
     __device__ __forceinline__ void operator()(int c, const float (&f)[8])
@@ -38,6 +40,7 @@ KERNEL void krn_cu_embed(const __grid_constant__ krn_cu_embed_args a)
 }
 
 struct store_bf16_sink {
+    static constexpr bool RAW = false;
     uint8_t *y;
     __device__ __forceinline__ void operator()(int c, const float (&f)[8])
     {
@@ -185,110 +188,4 @@ KERNEL void krn_cu_combine(const __grid_constant__ krn_cu_combine_args a)
     float4 y = at<float4>(a.y)[i];
     at<float4>(a.y)[i] = make_float4(__fadd_rn(y.x, sum.x), __fadd_rn(y.y, sum.y), __fadd_rn(y.z, sum.z),
                                      __fadd_rn(y.w, sum.w));
-}
-
-#define GEMV_WARPS 8
-#define GEMV_ROWS  2 /* of a warp */
-
-struct dot_sink {
-    const float *x;
-    float sum;
-    __device__ __forceinline__ void operator()(int c, const float (&f)[8])
-    {
-        float4 p = *(const float4 *)(x + 8 * c), q = *(const float4 *)(x + 8 * c + 4);
-        sum = __fmaf_rn(f[0], p.x, sum);
-        sum = __fmaf_rn(f[1], p.y, sum);
-        sum = __fmaf_rn(f[2], p.z, sum);
-        sum = __fmaf_rn(f[3], p.w, sum);
-        sum = __fmaf_rn(f[4], q.x, sum);
-        sum = __fmaf_rn(f[5], q.y, sum);
-        sum = __fmaf_rn(f[6], q.z, sum);
-        sum = __fmaf_rn(f[7], q.w, sum);
-    }
-};
-
-/* The token's vector as floats in shared memory, 4 floats of padding behind each 64. */
-DEV void load_vector(const uint16_t *x, uint32_t cols, float *v)
-{
-    for (uint32_t i = threadIdx.x; i < cols / 2; i += blockDim.x) {
-        uint32_t w = ((const uint32_t *)x)[i];
-        *(float2 *)(v + 2 * i + (2 * i / 64) * 4) = make_float2(bf16_lo(w), bf16_hi(w));
-    }
-    __syncthreads();
-}
-
-/* Lane l sums units of 64 weights l, l + 32, ...; then one tree. */
-DEV float dot_row(const krn_cu_matrix &m, const uint8_t *row, const float *v)
-{
-    dot_sink sink = {v, 0.0f};
-    for (uint32_t k = threadIdx.x % 32 * 64; k < m.cols; k += 2048) {
-        sink.x = v + k / 64 * 68;
-        short_sink<dot_sink> end = {sink, left(m.cols, k)};
-        dequant64(m.type, row, k, end.n, end);
-        sink.sum = end.sink.sum;
-    }
-    return warp_sum(sink.sum);
-}
-
-KERNEL void __launch_bounds__(GEMV_WARPS * 32) krn_cu_gemv(const __grid_constant__ krn_cu_gemv_args a)
-{
-    extern __shared__ __align__(16) float v[];
-    const uint32_t token = blockIdx.y;
-    load_vector(at<uint16_t>(a.x) + (uint64_t)token * a.m.cols, a.m.cols, v);
-#pragma unroll 1
-    for (uint32_t i = 0; i < GEMV_ROWS; i++) {
-        uint32_t row = (blockIdx.x * GEMV_ROWS + i) * GEMV_WARPS + threadIdx.x / 32;
-        if (row >= a.m.rows)
-            return;
-        float sum = dot_row(a.m, at<uint8_t>(a.m.data) + (uint64_t)row * a.m.row_bytes, v);
-        if (threadIdx.x % 32 == 0) {
-            float *y = at<float>(a.y) + (uint64_t)token * a.m.rows + row;
-            *y = a.add ? *y + sum : sum;
-        }
-    }
-}
-
-/* The same for experts, a tile of the plan (made with tiles of one token) a block row. */
-DEV bool find_slot(const krn_cu_expert_args &a, krn_cu_job &job, uint32_t &position)
-{
-    if (blockIdx.y >= at<krn_cu_plan_head>(a.head)->tiles)
-        return false;
-    const uint32_t which = at<uint32_t>(a.tiles)[blockIdx.y];
-    job = at<krn_cu_job>(a.jobs)[which >> 16];
-    position = job.first + (which & 0xffff);
-    return true;
-}
-
-KERNEL void __launch_bounds__(GEMV_WARPS * 32) krn_cu_gate_up_gemv(const __grid_constant__ krn_cu_expert_args a)
-{
-    extern __shared__ __align__(16) float v[];
-    krn_cu_job job;
-    uint32_t position;
-    if (!find_slot(a, job, position))
-        return;
-    load_vector(at<uint16_t>(a.x) + (uint64_t)(at<uint32_t>(a.slots)[position] / a.top_k) * a.a.cols, a.a.cols, v);
-    const uint32_t row = blockIdx.x * GEMV_WARPS + threadIdx.x / 32;
-    if (row >= a.a.rows)
-        return;
-    const uint8_t *blob = at<uint8_t>(job.blob);
-    float g = dot_row(a.a, blob + a.a.data + (uint64_t)row * a.a.row_bytes, v);
-    float u = dot_row(a.b, blob + a.b.data + (uint64_t)row * a.b.row_bytes, v);
-    if (threadIdx.x % 32 == 0)
-        at<uint16_t>(a.y)[(uint64_t)position * a.a.rows + row] = to_bf16(g / (1.0f + expf(-g)) * u);
-}
-
-KERNEL void __launch_bounds__(GEMV_WARPS * 32) krn_cu_down_gemv(const __grid_constant__ krn_cu_expert_args a)
-{
-    extern __shared__ __align__(16) float v[];
-    krn_cu_job job;
-    uint32_t position;
-    if (!find_slot(a, job, position))
-        return;
-    load_vector(at<uint16_t>(a.x) + (uint64_t)position * a.a.cols, a.a.cols, v);
-    const uint32_t row = blockIdx.x * GEMV_WARPS + threadIdx.x / 32;
-    if (row >= a.a.rows)
-        return;
-    float sum = dot_row(a.a, at<uint8_t>(job.blob) + a.a.data + (uint64_t)row * a.a.row_bytes, v);
-    if (threadIdx.x % 32 == 0)
-        at<float>(a.y)[(uint64_t)at<uint32_t>(a.slots)[position] * a.a.rows + row] = sum;
 }

@@ -34,7 +34,11 @@ template <int N> DEV void load_words(const uint8_t *p, uint32_t (&w)[N])
     }
 }
 
-/* Eight weights from two words of bytes 0..127. */
+/* Two threads may share the 64 weights: 0..31 and 32..63. */
+enum dequant_part { WHOLE, FIRST_HALF, SECOND_HALF };
+
+/* Eight weights, scale * byte - min of two words of bytes 0..127: as floats, or as they are to a sink that
+ * applies the scale to sums. */
 template <class Sink> DEV void emit_bytes(Sink &sink, int c, uint32_t w0, uint32_t w1, float scale, float min)
 {
     float f[8], s = 128.0f * scale, m = -__fmaf_rn(128.0f, scale, min);
@@ -42,10 +46,17 @@ template <class Sink> DEV void emit_bytes(Sink &sink, int c, uint32_t w0, uint32
     w1 |= 0x80808080u;
 #pragma unroll
     for (int b = 0; b < 4; b++) {
-        f[b] = __fmaf_rn(unit_byte(w0, b), s, m);
-        f[4 + b] = __fmaf_rn(unit_byte(w1, b), s, m);
+        f[b] = unit_byte(w0, b);
+        f[4 + b] = unit_byte(w1, b);
     }
-    sink(c, f);
+    if constexpr (Sink::RAW) {
+        sink.units(c, f, s, m);
+    } else {
+#pragma unroll
+        for (int b = 0; b < 8; b++)
+            f[b] = __fmaf_rn(f[b], s, m);
+        sink(c, f);
+    }
 }
 
 template <class Sink> DEV void emit_zero(Sink &sink, int c)
@@ -67,22 +78,30 @@ DEV void k_scales(uint4 head, uint32_t j, float (&scale)[2], float (&min)[2])
     min[1] = __fmul_rn(dmin, (float)(m >> 8 & 0xff));
 }
 
-template <class Sink> DEV void dequant_q4_k(const uint8_t *sb, uint32_t j, Sink &sink)
+template <class Sink> DEV void dequant_q4_k(const uint8_t *sb, uint32_t j, Sink &sink, dequant_part part)
 {
     float scale[2], min[2];
     uint32_t w[8];
     k_scales(*(const uint4 *)sb, j, scale, min);
     *(uint4 *)&w[0] = *(const uint4 *)(sb + 16 + 32 * j);
     *(uint4 *)&w[4] = *(const uint4 *)(sb + 32 + 32 * j);
+    if (part == WHOLE) {
 #pragma unroll
-    for (int c = 0; c < 4; c++)
-        emit_bytes(sink, c, w[2 * c] & 0x0f0f0f0fu, w[2 * c + 1] & 0x0f0f0f0fu, scale[0], min[0]);
+        for (int n = 0; n < 2; n++)
 #pragma unroll
-    for (int c = 0; c < 4; c++)
-        emit_bytes(sink, 4 + c, w[2 * c] >> 4 & 0x0f0f0f0fu, w[2 * c + 1] >> 4 & 0x0f0f0f0fu, scale[1], min[1]);
+            for (int c = 0; c < 4; c++)
+                emit_bytes(sink, 4 * n + c, w[2 * c] >> 4 * n & 0x0f0f0f0fu, w[2 * c + 1] >> 4 * n & 0x0f0f0f0fu,
+                           scale[n], min[n]);
+    } else {
+        const uint32_t n = part == SECOND_HALF;
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            emit_bytes(sink, 4 * n + c, w[2 * c] >> 4 * n & 0x0f0f0f0fu, w[2 * c + 1] >> 4 * n & 0x0f0f0f0fu,
+                       n ? scale[1] : scale[0], n ? min[1] : min[0]);
+    }
 }
 
-template <class Sink> DEV void dequant_q5_k(const uint8_t *sb, uint32_t j, Sink &sink)
+template <class Sink> DEV void dequant_q5_k(const uint8_t *sb, uint32_t j, Sink &sink, dequant_part part)
 {
     float scale[2], min[2];
     uint32_t w[8], h[8];
@@ -92,7 +111,9 @@ template <class Sink> DEV void dequant_q5_k(const uint8_t *sb, uint32_t j, Sink 
     *(uint4 *)&w[0] = *(const uint4 *)(sb + 48 + 32 * j);
     *(uint4 *)&w[4] = *(const uint4 *)(sb + 64 + 32 * j);
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int n = 0; n < 2; n++) {
+        if (part == (n ? FIRST_HALF : SECOND_HALF))
+            continue;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             uint32_t q0 = (w[2 * c] >> 4 * n & 0x0f0f0f0fu) | (h[2 * c] >> (2 * j + n) & 0x01010101u) << 4;
@@ -100,10 +121,11 @@ template <class Sink> DEV void dequant_q5_k(const uint8_t *sb, uint32_t j, Sink 
                 (w[2 * c + 1] >> 4 * n & 0x0f0f0f0fu) | (h[2 * c + 1] >> (2 * j + n) & 0x01010101u) << 4;
             emit_bytes(sink, 4 * n + c, q0, q1, scale[n], min[n]);
         }
+    }
 }
 
 /* j: which 64 of the 256. */
-template <class Sink> DEV void dequant_q6_k(const uint8_t *sb, uint32_t j, Sink &sink)
+template <class Sink> DEV void dequant_q6_k(const uint8_t *sb, uint32_t j, Sink &sink, dequant_part part)
 {
     const uint32_t half = j >> 1, pair = j & 1;
     uint32_t high[8], scales[1];
@@ -113,6 +135,8 @@ template <class Sink> DEV void dequant_q6_k(const uint8_t *sb, uint32_t j, Sink 
     float d = half_float(*(const uint16_t *)(sb + 208));
 #pragma unroll
     for (int n = 0; n < 2; n++) {
+        if (part == (n ? FIRST_HALF : SECOND_HALF))
+            continue;
         uint32_t low[8];
         load_words(sb + 64 * half + 32 * n, low);
 #pragma unroll
@@ -158,22 +182,23 @@ template <class Sink> DEV void dequant_q8_0(const uint8_t *block, int c0, Sink &
 
 /* Weights k .. k + n - 1 of what begins at p (a multiple of a block), n <= 64 a multiple of 16, k of 64; zeros
  * up to 64. sink(c, float[8]) gets piece c of 8. */
-template <class Sink> DEV void dequant64(uint32_t type, const uint8_t *p, uint32_t k, uint32_t n, Sink &sink)
+template <class Sink, int UNROLL = 1>
+DEV void dequant64(uint32_t type, const uint8_t *p, uint32_t k, uint32_t n, Sink &sink, dequant_part part = WHOLE)
 {
     switch (type) {
     case KRN_Q4_K:
-        dequant_q4_k(p + (k >> 8) * 144, k >> 6 & 3, sink);
+        dequant_q4_k(p + (k >> 8) * 144, k >> 6 & 3, sink, part);
         break;
     case KRN_Q5_K:
-        dequant_q5_k(p + (k >> 8) * 176, k >> 6 & 3, sink);
+        dequant_q5_k(p + (k >> 8) * 176, k >> 6 & 3, sink, part);
         break;
     case KRN_Q6_K:
-        dequant_q6_k(p + (k >> 8) * 210, k >> 6 & 3, sink);
+        dequant_q6_k(p + (k >> 8) * 210, k >> 6 & 3, sink, part);
         break;
     case KRN_Q4_0:
     case KRN_Q8_0:
-#pragma unroll 1
-        for (int b = 0; b < 2; b++) {
+#pragma unroll UNROLL
+        for (int b = part == SECOND_HALF; b < (part == FIRST_HALF ? 1 : 2); b++) {
             if ((uint32_t)b * 32 >= n) {
                 for (int c = 0; c < 4; c++)
                     emit_zero(sink, 4 * b + c);
@@ -185,8 +210,8 @@ template <class Sink> DEV void dequant64(uint32_t type, const uint8_t *p, uint32
         }
         break;
     default: /* F16, BF16, F32 */
-#pragma unroll 1
-        for (int c = 0; c < 8; c++) {
+#pragma unroll UNROLL
+        for (int c = part == SECOND_HALF ? 4 : 0; c < (part == FIRST_HALF ? 4 : 8); c++) {
             float f[8] = {0, 0, 0, 0, 0, 0, 0, 0};
             if ((uint32_t)c * 8 < n) {
                 if (type == KRN_F32) {

@@ -33,8 +33,8 @@ DEV const uint8_t *row_address(const half_tile &h, uint32_t r)
     return h.base + (uint64_t)row * h.row_bytes;
 }
 
-/* Raw bytes of the 64 rows from weight k on, if a chunk begins there. All 128 threads. */
-DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint8_t *raw)
+/* Raw bytes of the 64 rows from weight k on, if a chunk begins there. All threads. */
+template <int THREADS> DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint8_t *raw)
 {
     const uint32_t chunk = chunk_weights(h.type);
     if (k >= h.cols || k % chunk != 0)
@@ -44,7 +44,7 @@ DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint8_t *raw
     const uint32_t pieces = stride / 16, magic = 65536u / pieces + 1;
     raw += (k / chunk & 1) * KRN_CU_TILE_N * stride;
     const uint32_t target = shared_address(raw);
-    for (uint32_t i = threadIdx.x; i < 64 * pieces; i += GEMM_THREADS) {
+    for (uint32_t i = threadIdx.x; i < 64 * pieces; i += THREADS) {
         uint32_t r = i * magic >> 16, piece = i - r * pieces;
         const uint8_t *p = row_address(h, r) + first;
         uint32_t skew = (uint32_t)(uintptr_t)p & 15u;
@@ -54,6 +54,7 @@ DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint8_t *raw
 }
 
 struct bf16_sink {
+    static constexpr bool RAW = false;
     uint8_t *row;
     uint32_t swizzle;
     __device__ __forceinline__ void operator()(int c, const float (&f)[8])
@@ -62,51 +63,75 @@ struct bf16_sink {
     }
 };
 
-/* Row r of the half, weights k .. k + 63, from raw to the bf16 tile. */
+/* Weights k .. k + 63 of row r of the half, from raw to the bf16 tile: pieces first .. first + count - 1 of 8. */
 DEV void expand_row(const half_tile &h, uint32_t r, uint32_t k, uint32_t stride, const uint8_t *raw,
-                    uint8_t *tile, uint32_t tile_row)
+                    uint8_t *tile, uint32_t tile_row, dequant_part part)
 {
     const uint32_t chunk = chunk_weights(h.type), at_chunk = k / chunk * chunk;
     const uint32_t skew = (uint32_t)(uintptr_t)(row_address(h, r) + weight_bytes(h.type, at_chunk)) & 15u;
     const uint8_t *p = raw + ((k / chunk & 1) * KRN_CU_TILE_N + r) * stride + skew;
     bf16_sink sink = {tile + tile_row * TILE_ROW_BYTES, tile_row & 7};
     uint32_t n = h.cols - k < 64 ? h.cols - k : 64;
-    dequant64(h.type, p, k - at_chunk, n, sink);
+    dequant64(h.type, p, k - at_chunk, n, sink, part);
 }
 
-/* One tile of tokens x weights over all of k. x_piece: a thread's token rows, as offsets of 16 bytes. */
-template <int BM, bool PAIRED>
-DEV void run_tile(warp_tile<BM, PAIRED> &t, const half_tile &lower, const half_tile &upper, const uint8_t *x,
-                  const uint32_t (&x_piece)[BM / 16], uint32_t rows, uint32_t stride, uint8_t *smem)
+/* Shared memory of a tile: two stages of tokens, two of bf16 weights, two chunks of raw ones. */
+template <class T> struct stages {
+    static constexpr uint32_t A_BYTES = T::TOKENS * TILE_ROW_BYTES, B_BYTES = KRN_CU_TILE_N * TILE_ROW_BYTES;
+    uint8_t *b, *raw, *raw_upper;
+    uint32_t a_address, b_address, stride;
+    __device__ __forceinline__ stages(uint8_t *smem, uint32_t raw_stride)
+        : b(smem + 2 * A_BYTES), raw(b + 2 * B_BYTES), raw_upper(raw + 64 * raw_stride),
+          a_address(shared_address(smem)), b_address(shared_address(b)), stride(raw_stride)
+    {
+    }
+    __device__ __forceinline__ void fetch(const half_tile &lower, const half_tile &upper, uint32_t step) const
+    {
+        fetch_raw<T::THREADS>(lower, step * KRN_CU_TILE_K, stride, raw);
+        fetch_raw<T::THREADS>(upper, step * KRN_CU_TILE_K, stride, raw_upper);
+    }
+};
+
+/*
+ * One tile of tokens x weights over all of k; the raw weights of step 0 were
+ * fetched by the caller. x_piece: a thread's token rows, as offsets of 16
+ * bytes. While a step is multiplied the next one's weights become bf16; half
+ * of the warps do that first and the others last, so that the tensor cores
+ * and the rest of the multiprocessor are busy at the same time.
+ */
+template <class T>
+DEV void run_tile(T &t, const half_tile &lower, const half_tile &upper, const uint8_t *x,
+                  const uint32_t (&x_piece)[T::TOKENS * 8 / T::THREADS], uint32_t rows, const stages<T> &s)
 {
-    constexpr uint32_t A_BYTES = BM * TILE_ROW_BYTES, B_BYTES = KRN_CU_TILE_N * TILE_ROW_BYTES;
-    uint8_t *const tile_b = smem + 2 * A_BYTES, *const raw = tile_b + 2 * B_BYTES;
-    uint8_t *const raw_upper = raw + 64 * stride;
-    const uint32_t a0 = shared_address(smem), b0 = shared_address(tile_b);
+    constexpr int PIECES = T::TOKENS * 8 / T::THREADS, EACH = T::THREADS / 8;
     const uint32_t cols = lower.cols, steps = div_up(cols, KRN_CU_TILE_K);
     const uint32_t tid = threadIdx.x, piece = tid & 7;
-    /* row numbers go up by 16 with i, so the swizzle stays */
-    const uint32_t a_target = a0 + tile_offset(tid / 8, piece);
+    /* row numbers go up by multiples of 8 with i, so the swizzle stays */
+    const uint32_t a_target = s.a_address + tile_offset(tid / 8, piece);
+    const bool first = T::WARPS > 4 && tid >= 128; /* the second warp of each scheduler */
 
     auto fetch_x = [&](uint32_t step) {
         uint32_t k = step * KRN_CU_TILE_K + piece * 8;
 #pragma unroll
-        for (int i = 0; i < BM / 16; i++)
-            copy_async(a_target + (step & 1) * A_BYTES + i * 16 * TILE_ROW_BYTES,
-                       x + ((uint64_t)x_piece[i] + (k < cols ? k / 8 : 0)) * 16, k < cols);
+        for (int i = 0; i < PIECES; i++)
+            if (i * EACH < (int)rows)
+                copy_async(a_target + (step & 1) * s.A_BYTES + i * EACH * TILE_ROW_BYTES,
+                           x + ((uint64_t)x_piece[i] + (k < cols ? k / 8 : 0)) * 16, k < cols);
     };
-    auto fetch = [&](uint32_t step) {
-        fetch_raw(lower, step * KRN_CU_TILE_K, stride, raw);
-        fetch_raw(upper, step * KRN_CU_TILE_K, stride, raw_upper);
+    /* a thread's row of weights: a whole unit of 64, or half of it where there are threads enough */
+    const uint32_t row = tid & 127;
+    const bool low = row < 64;
+    const half_tile mine = {low ? lower.base : upper.base, low ? lower.row0 : upper.row0,
+                            low ? lower.rows : upper.rows, low ? lower.type : upper.type,
+                            low ? lower.cols : upper.cols, low ? lower.row_bytes : upper.row_bytes};
+    const dequant_part part = T::THREADS == 128 ? WHOLE : tid < 128 ? FIRST_HALF : SECOND_HALF;
+    auto expand = [&](uint32_t step) {
+        expand_row(mine, row & 63, step * KRN_CU_TILE_K, s.stride, low ? s.raw : s.raw_upper,
+                   s.b + (step & 1) * s.B_BYTES, row, part);
     };
-    const bool low = tid < 64;
-    const half_tile mine = {low ? lower.base : upper.base,   low ? lower.row0 : upper.row0,
-                            low ? lower.rows : upper.rows,   low ? lower.type : upper.type,
-                            low ? lower.cols : upper.cols,   low ? lower.row_bytes : upper.row_bytes};
+
+    t.begin(rows);
     /* Step -1 fills the pipeline: the weights of step 0 become bf16 while nothing is multiplied yet. */
-    t.clear();
-    fetch(0);
-    copy_commit();
     for (int step = -1; step < (int)steps; step++) {
         const uint32_t next = step + 1;
         copy_wait<0>();
@@ -114,32 +139,41 @@ DEV void run_tile(warp_tile<BM, PAIRED> &t, const half_tile &lower, const half_t
         if (next < steps)
             fetch_x(next);
         if (next + 1 < steps)
-            fetch(next + 1);
+            s.fetch(lower, upper, next + 1);
         copy_commit();
-        if (step >= 0)
-            t.step(a0 + (step & 1) * A_BYTES, b0 + (step & 1) * B_BYTES, rows);
-        if (next < steps)
-            expand_row(mine, tid & 63, next * KRN_CU_TILE_K, stride, low ? raw : raw_upper,
-                       tile_b + (next & 1) * B_BYTES, tid);
+#pragma unroll 1
+        for (int phase = 0; phase < 2; phase++) {
+            if ((phase == 0) == first) {
+                if (next < steps)
+                    expand(next);
+            } else if (step >= 0) {
+                t.step(s.a_address + (step & 1) * s.A_BYTES, s.b_address + (step & 1) * s.B_BYTES);
+            }
+        }
     }
-    __syncthreads(); /* the next tile overwrites */
+    __syncthreads(); /* what comes next overwrites */
 }
 
-template <int BM> DEV void dense_quantized(const krn_cu_gemm_args &a)
+template <class T> DEV void dense_quantized(const krn_cu_gemm_args &a)
 {
     extern __shared__ __align__(128) uint8_t smem[];
-    warp_tile<BM, false> t;
+    constexpr uint32_t BM = T::TOKENS;
+    constexpr int PIECES = BM * 8 / T::THREADS;
+    const stages<T> s(smem, a.raw_stride);
+    T t;
     t.init();
     const uint32_t m0 = blockIdx.y * BM, n0 = blockIdx.x * KRN_CU_TILE_N;
     const uint32_t rows = a.tokens - m0 < BM ? a.tokens - m0 : BM;
-    uint32_t x_piece[BM / 16];
+    uint32_t x_piece[PIECES];
 #pragma unroll
-    for (int i = 0; i < BM / 16; i++) {
-        uint32_t r = threadIdx.x / 8 + 16 * i;
+    for (int i = 0; i < PIECES; i++) {
+        uint32_t r = threadIdx.x / 8 + T::THREADS / 8 * i;
         x_piece[i] = (m0 + (r < rows ? r : rows - 1)) * (a.m.cols / 8);
     }
-    run_tile<BM, false>(t, make_half(a.m, nullptr, n0), make_half(a.m, nullptr, n0 + 64), at<uint8_t>(a.x),
-                        x_piece, rows, a.raw_stride, smem);
+    const half_tile lower = make_half(a.m, nullptr, n0), upper = make_half(a.m, nullptr, n0 + 64);
+    s.fetch(lower, upper, 0);
+    copy_commit();
+    run_tile(t, lower, upper, at<uint8_t>(a.x), x_piece, rows, s);
     float *y = at<float>(a.y);
 #pragma unroll
     for (int m = 0; m < t.MI; m++)
@@ -161,36 +195,63 @@ DEV float swiglu(float g, float u)
     return g / (1.0f + expf(-g)) * u;
 }
 
+/* A piece of an expert's work. */
+struct expert_tile {
+    half_tile lower, upper;
+    uint32_t position, rows, n0; /* first of its sorted slots, how many, first weight row */
+};
+
 /* Blocks walk over (tile of an expert's tokens, tile of weight rows). */
-template <int BM, int MODE> DEV void experts(const krn_cu_expert_args &a)
+template <class T, int MODE> DEV void experts(const krn_cu_expert_args &a)
 {
     extern __shared__ __align__(128) uint8_t smem[];
     constexpr bool PAIRED = MODE == GATE_UP;
-    constexpr uint32_t OUT = PAIRED ? 64 : KRN_CU_TILE_N;
+    constexpr uint32_t OUT = PAIRED ? 64 : KRN_CU_TILE_N, BM = T::TOKENS;
+    constexpr int PIECES = BM * 8 / T::THREADS;
     const uint32_t *slots = at<uint32_t>(a.slots), *tiles = at<uint32_t>(a.tiles);
     const krn_cu_job *jobs = at<krn_cu_job>(a.jobs);
     const uint32_t n_tiles = div_up(a.a.rows, OUT), total = at<krn_cu_plan_head>(a.head)->tiles * n_tiles;
-    warp_tile<BM, PAIRED> t;
+    const stages<T> s(smem, a.raw_stride);
+    T t;
     t.init();
-    for (uint32_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const uint32_t which = tiles[tile / n_tiles], n0 = tile % n_tiles * OUT;
+    auto look_up = [&](uint32_t tile) {
+        expert_tile e;
+        const uint32_t which = tiles[tile / n_tiles];
         const krn_cu_job job = jobs[which >> 16];
-        const uint32_t m0 = (which & 0xffff) * BM, rows = job.count - m0 < BM ? job.count - m0 : BM;
-        uint32_t x_piece[BM / 16];
+        const uint32_t m0 = (which & 0xffff) * BM;
+        const uint8_t *blob = at<uint8_t>(job.blob);
+        e.n0 = tile % n_tiles * OUT;
+        e.position = job.first + m0;
+        e.rows = job.count - m0 < BM ? job.count - m0 : BM;
+        e.lower = make_half(a.a, blob, e.n0);
+        e.upper = make_half(a.b, blob, PAIRED ? e.n0 : e.n0 + 64);
+        return e;
+    };
+    if (blockIdx.x >= total)
+        return;
+    expert_tile next = look_up(blockIdx.x);
+    s.fetch(next.lower, next.upper, 0);
+    copy_commit();
+    for (uint32_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
+        const expert_tile now = next;
+        uint32_t x_piece[PIECES];
 #pragma unroll
-        for (int i = 0; i < BM / 16; i++) {
-            uint32_t r = threadIdx.x / 8 + 16 * i;
-            uint32_t position = job.first + m0 + (r < rows ? r : rows - 1);
+        for (int i = 0; i < PIECES; i++) {
+            uint32_t r = threadIdx.x / 8 + T::THREADS / 8 * i, position = now.position + (r < now.rows ? r : now.rows - 1);
             x_piece[i] = (PAIRED ? slots[position] / a.top_k : position) * (a.a.cols / 8);
         }
-        const uint8_t *blob = at<uint8_t>(job.blob);
-        run_tile<BM, PAIRED>(t, make_half(a.a, blob, n0), make_half(a.b, blob, PAIRED ? n0 : n0 + 64),
-                             at<uint8_t>(a.x), x_piece, rows, a.raw_stride, smem);
+        run_tile(t, now.lower, now.upper, at<uint8_t>(a.x), x_piece, now.rows, s);
+        if (tile + gridDim.x < total) { /* its first weights come while this tile is stored */
+            next = look_up(tile + gridDim.x);
+            s.fetch(next.lower, next.upper, 0);
+            copy_commit();
+        }
+        const uint32_t rows = now.rows, n0 = now.n0;
 #pragma unroll
         for (int m = 0; m < t.MI; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                uint32_t row = t.row_m(m) + (t.lane >> 2) + h * 8, position = job.first + m0 + row;
+                uint32_t row = t.row_m(m) + (t.lane >> 2) + h * 8, position = now.position + row;
                 if (row >= rows)
                     continue;
                 if (PAIRED) {
@@ -217,16 +278,18 @@ template <int BM, int MODE> DEV void experts(const krn_cu_expert_args &a)
 
 #define STAGES 3
 
+typedef warp_tile<2, 2, 4, false> plain_tile;
+
 /* bf16 weights x bf16 tokens, 128 x 128. */
 DEV void dense_plain(const krn_cu_gemm_args &a)
 {
     extern __shared__ __align__(128) uint8_t smem[];
     constexpr uint32_t BYTES = 128 * TILE_ROW_BYTES;
-    warp_tile<128, false> t;
+    plain_tile t;
     t.init();
-    t.clear();
     const uint32_t m0 = blockIdx.x * 128, n0 = blockIdx.y * 128, cols = a.m.cols;
     const uint32_t rows = a.tokens - m0 < 128 ? a.tokens - m0 : 128;
+    t.begin(rows);
     const uint32_t tid = threadIdx.x, piece = tid & 7, steps = div_up(cols, KRN_CU_TILE_K);
     const uint32_t s0 = shared_address(smem), target = s0 + tile_offset(tid / 8, piece);
     uint32_t x_piece[8], w_piece[8];
@@ -261,7 +324,7 @@ DEV void dense_plain(const krn_cu_gemm_args &a)
             fetch(step + STAGES - 1);
         copy_commit();
         uint32_t stage = s0 + step % STAGES * 2 * BYTES;
-        t.step(stage, stage + BYTES, rows);
+        t.step(stage, stage + BYTES);
     }
     float *y = at<float>(a.y);
     const bool pairs = a.m.rows % 2 == 0;
@@ -294,27 +357,27 @@ DEV void dense_plain(const krn_cu_gemm_args &a)
         }
 }
 
-KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_dense(const __grid_constant__ krn_cu_gemm_args a)
+KERNEL void __launch_bounds__(128, 2) krn_cu_dense(const __grid_constant__ krn_cu_gemm_args a)
 {
     dense_plain(a);
 }
-KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_dense_few(const __grid_constant__ krn_cu_gemm_args a)
+KERNEL void __launch_bounds__(128, 2) krn_cu_dense_few(const __grid_constant__ krn_cu_gemm_args a)
 {
-    dense_quantized<32>(a);
+    dense_quantized<warp_tile<1, 4, 4, false>>(a);
 }
-KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_gate_up(const __grid_constant__ krn_cu_expert_args a)
+KERNEL void __launch_bounds__(256, 1) krn_cu_gate_up(const __grid_constant__ krn_cu_expert_args a)
 {
-    experts<128, GATE_UP>(a);
+    experts<warp_tile<4, 2, 4, true>, GATE_UP>(a);
 }
-KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_gate_up_few(const __grid_constant__ krn_cu_expert_args a)
+KERNEL void __launch_bounds__(128, 2) krn_cu_gate_up_few(const __grid_constant__ krn_cu_expert_args a)
 {
-    experts<32, GATE_UP>(a);
+    experts<warp_tile<1, 4, 4, true>, GATE_UP>(a);
 }
-KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_down(const __grid_constant__ krn_cu_expert_args a)
+KERNEL void __launch_bounds__(256, 1) krn_cu_down(const __grid_constant__ krn_cu_expert_args a)
 {
-    experts<128, DOWN>(a);
+    experts<warp_tile<4, 2, 4, false>, DOWN>(a);
 }
-KERNEL void __launch_bounds__(GEMM_THREADS, 2) krn_cu_down_few(const __grid_constant__ krn_cu_expert_args a)
+KERNEL void __launch_bounds__(128, 2) krn_cu_down_few(const __grid_constant__ krn_cu_expert_args a)
 {
-    experts<32, DOWN>(a);
+    experts<warp_tile<1, 4, 4, false>, DOWN>(a);
 }

@@ -11,40 +11,45 @@
 #define SCORE_EXPERTS 128
 #define SCORE_K       32
 #define SCORE_THREADS 256
+#define SCORE_PART    256u /* a score is the sum, in order, of the chains over so many k */
 
-/* 32 tokens x 128 experts a block; a score is one chain of fused multiply-adds over k. */
+/* 32 tokens x 128 experts a block; the next 32 k are loaded while these are multiplied. */
 KERNEL void __launch_bounds__(SCORE_THREADS) krn_cu_scores(const __grid_constant__ krn_cu_scores_args a)
 {
     __shared__ __align__(16) float xs[SCORE_K][SCORE_TOKENS + 4];
     __shared__ float ws[SCORE_K][SCORE_EXPERTS + 1];
     const uint32_t t0 = blockIdx.x * SCORE_TOKENS, e0 = blockIdx.y * SCORE_EXPERTS, tid = threadIdx.x;
     const uint32_t lane = tid % 32, ty = tid / 32; /* experts lane + 32 j, tokens 4 ty + i */
+    const uint32_t r = tid / 8, c = tid % 8 * 4;   /* 8 threads load a row, 4 values each */
     const float *x = at<float>(a.x), *w = at<float>(a.w);
-    float acc[4][4] = {};
-    for (uint32_t k0 = 0; k0 < a.hidden; k0 += SCORE_K) {
-        { /* 8 threads a row, 4 values each */
-            uint32_t row = t0 + tid / 8, k = k0 + tid % 8 * 4;
-            float4 v = make_float4(0, 0, 0, 0);
-            if (row < a.tokens && k < a.hidden)
-                v = *(const float4 *)(x + (uint64_t)row * a.hidden + k);
-            uint32_t c = tid % 8 * 4, r = tid / 8;
-            xs[c][r] = v.x;
-            xs[c + 1][r] = v.y;
-            xs[c + 2][r] = v.z;
-            xs[c + 3][r] = v.w;
-        }
+    float acc[4][4] = {}, total[4][4] = {};
+    float4 next_x, next_w[4];
+    auto load = [&](uint32_t k0) {
+        const float4 zero = make_float4(0, 0, 0, 0);
+        const uint32_t k = k0 + c;
+        next_x = t0 + r < a.tokens && k < a.hidden ? *(const float4 *)(x + (uint64_t)(t0 + r) * a.hidden + k) : zero;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            uint32_t r = tid / 8 + 32 * i, row = e0 + r, c = tid % 8 * 4, k = k0 + c;
-            float4 v = make_float4(0, 0, 0, 0);
-            if (row < a.experts && k < a.hidden)
-                v = *(const float4 *)(w + (uint64_t)row * a.hidden + k);
-            ws[c][r] = v.x;
-            ws[c + 1][r] = v.y;
-            ws[c + 2][r] = v.z;
-            ws[c + 3][r] = v.w;
+            uint32_t row = e0 + r + 32 * i;
+            next_w[i] = row < a.experts && k < a.hidden ? *(const float4 *)(w + (uint64_t)row * a.hidden + k) : zero;
+        }
+    };
+    load(0);
+    for (uint32_t k0 = 0; k0 < a.hidden; k0 += SCORE_K) {
+        xs[c][r] = next_x.x;
+        xs[c + 1][r] = next_x.y;
+        xs[c + 2][r] = next_x.z;
+        xs[c + 3][r] = next_x.w;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            ws[c][r + 32 * i] = next_w[i].x;
+            ws[c + 1][r + 32 * i] = next_w[i].y;
+            ws[c + 2][r + 32 * i] = next_w[i].z;
+            ws[c + 3][r + 32 * i] = next_w[i].w;
         }
         __syncthreads();
+        if (k0 + SCORE_K < a.hidden)
+            load(k0 + SCORE_K);
 #pragma unroll
         for (int k = 0; k < SCORE_K; k++) {
             float4 p = *(const float4 *)&xs[k][4 * ty];
@@ -57,6 +62,15 @@ KERNEL void __launch_bounds__(SCORE_THREADS) krn_cu_scores(const __grid_constant
                     acc[i][j] = __fmaf_rn(xv[i], q, acc[i][j]);
             }
         }
+        if ((k0 + SCORE_K) % SCORE_PART == 0 || k0 + SCORE_K >= a.hidden) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    total[i][j] = __fadd_rn(total[i][j], acc[i][j]);
+                    acc[i][j] = 0.0f;
+                }
+        }
         __syncthreads();
     }
 #pragma unroll
@@ -65,8 +79,38 @@ KERNEL void __launch_bounds__(SCORE_THREADS) krn_cu_scores(const __grid_constant
         for (int j = 0; j < 4; j++) {
             uint32_t t = t0 + 4 * ty + i, e = e0 + lane + 32 * j;
             if (t < a.tokens && e < a.experts)
-                at<float>(a.scores)[(uint64_t)t * a.experts + e] = acc[i][j];
+                at<float>(a.scores)[(uint64_t)t * a.experts + e] = total[i][j];
         }
+}
+
+/* The same sums for a few tokens: one token and 32 experts a block, a warp a part, a lane an expert. */
+KERNEL void __launch_bounds__(SCORE_THREADS, 2) krn_cu_scores_few(const __grid_constant__ krn_cu_scores_args a)
+{
+    extern __shared__ float parts[]; /* [parts][32] */
+    const uint32_t t = blockIdx.x, lane = threadIdx.x % 32, e = blockIdx.y * 32 + lane;
+    const uint32_t n_parts = div_up(a.hidden, SCORE_PART);
+    const float4 *w = (const float4 *)(at<float>(a.w) + (uint64_t)(e < a.experts ? e : a.experts - 1) * a.hidden);
+    const float4 *x = (const float4 *)(at<float>(a.x) + (uint64_t)t * a.hidden);
+    for (uint32_t part = threadIdx.x / 32; part < n_parts; part += SCORE_THREADS / 32) {
+        const uint32_t end = part + 1 < n_parts ? (part + 1) * (SCORE_PART / 4) : a.hidden / 4;
+        float acc = 0.0f;
+#pragma unroll 8
+        for (uint32_t i = part * (SCORE_PART / 4); i < end; i++) {
+            float4 p = x[i], q = w[i];
+            acc = __fmaf_rn(p.x, q.x, acc);
+            acc = __fmaf_rn(p.y, q.y, acc);
+            acc = __fmaf_rn(p.z, q.z, acc);
+            acc = __fmaf_rn(p.w, q.w, acc);
+        }
+        parts[part * 32 + lane] = acc;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32 || e >= a.experts)
+        return;
+    float total = 0.0f;
+    for (uint32_t part = 0; part < n_parts; part++)
+        total = __fadd_rn(total, parts[part * 32 + lane]);
+    at<float>(a.scores)[(uint64_t)t * a.experts + e] = total;
 }
 
 #define FLOAT_MAX 3.402823466e38f

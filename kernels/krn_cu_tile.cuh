@@ -14,31 +14,36 @@
 #include "kernels/krn_cu_common.cuh"
 
 #define TILE_ROW_BYTES 128u
-#define GEMM_THREADS   128
 
 DEV uint32_t tile_offset(uint32_t row, uint32_t piece)
 {
     return row * TILE_ROW_BYTES + ((piece ^ (row & 7)) << 4);
 }
 
-/* How 4 warps share BM tokens x 128 weight rows. PAIRED: the tile's upper 64 rows belong to another matrix (up
- * beside gate), and a warp takes the same rows of both halves. */
-template <int BM, bool PAIRED> struct warp_tile {
-    static constexpr int WARPS_M = BM == 128 ? 2 : 1, WARPS_N = 4 / WARPS_M;
-    static constexpr int MI = BM / WARPS_M / 16, NI = 128 / WARPS_N / 8;
+/*
+ * How WM x WN warps share WM * MI * 16 tokens x 128 weight rows. Fragments of
+ * 16 tokens are dealt out in turn, so that a tile with few tokens is spread
+ * over the warps; fragments without tokens are not multiplied. PAIRED: the
+ * tile's upper 64 rows belong to another matrix (up beside gate), and a warp
+ * takes the same rows of both halves.
+ */
+template <int WM, int WN, int MI_, bool PAIRED> struct warp_tile {
+    static constexpr int MI = MI_, NI = 128 / WN / 8, WARPS = WM * WN, THREADS = 32 * WARPS, TOKENS = WM * MI * 16;
     float acc[MI][NI][4];
-    uint32_t wm, wn, lane;
+    uint32_t wm, wn, lane, used; /* used: this warp's fragments that have tokens */
 
     __device__ __forceinline__ void init()
     {
         uint32_t warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        wm = warp / WARPS_N;
-        wn = warp % WARPS_N;
+        wm = warp / WN;
+        wn = warp % WN;
     }
 
-    __device__ __forceinline__ void clear()
+    __device__ __forceinline__ void begin(uint32_t rows)
     {
+        uint32_t fragments = div_up(rows, 16);
+        used = fragments > wm ? div_up(fragments - wm, WM) : 0;
 #pragma unroll
         for (int m = 0; m < MI; m++)
 #pragma unroll
@@ -57,30 +62,49 @@ template <int BM, bool PAIRED> struct warp_tile {
     }
     __device__ __forceinline__ uint32_t row_m(int m) const
     {
-        return wm * MI * 16 + m * 16;
+        return (m * WM + wm) * 16;
     }
 
-    /* One step of 64: tokens at a, weights at b. Warps whose tokens are all beyond `rows` skip it. */
-    __device__ __forceinline__ void step(uint32_t a, uint32_t b, uint32_t rows)
+    template <int N> __device__ __forceinline__ void multiply(uint32_t a, uint32_t b)
     {
-        if (row_m(0) >= rows)
-            return;
         const uint32_t sw = lane & 7;
 #pragma unroll
         for (int kk = 0; kk < 4; kk++) {
-            uint32_t af[MI][4], bf[NI / 2][4];
+            uint32_t af[N][4], bf[NI / 2][4];
             const uint32_t pa = ((2 * kk + (lane >> 4)) ^ sw) << 4, pb = ((2 * kk + (lane >> 3 & 1)) ^ sw) << 4;
 #pragma unroll
-            for (int m = 0; m < MI; m++)
+            for (int m = 0; m < N; m++)
                 load_matrix(af[m], a + (row_m(m) + (lane & 15)) * TILE_ROW_BYTES + pa);
 #pragma unroll
             for (int n = 0; n < NI / 2; n++)
                 load_matrix(bf[n], b + (row_n(2 * n) + (lane >> 4) * 8 + (lane & 7)) * TILE_ROW_BYTES + pb);
 #pragma unroll
-            for (int m = 0; m < MI; m++)
+            for (int m = 0; m < N; m++)
 #pragma unroll
                 for (int n = 0; n < NI; n++)
                     mma(acc[m][n], af[m], bf[n / 2][2 * (n & 1)], bf[n / 2][2 * (n & 1) + 1]);
+        }
+    }
+
+    /* One step of 64: tokens at a, weights at b. */
+    __device__ __forceinline__ void step(uint32_t a, uint32_t b)
+    {
+        static_assert(MI <= 4, "cases below");
+        switch (used) {
+        case 0:
+            break;
+        case 1:
+            multiply<1>(a, b);
+            break;
+        case 2:
+            multiply<MI < 2 ? 1 : 2>(a, b);
+            break;
+        case 3:
+            multiply<MI < 3 ? 1 : 3>(a, b);
+            break;
+        default:
+            multiply<MI>(a, b);
+            break;
         }
     }
 };
