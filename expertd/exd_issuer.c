@@ -25,8 +25,8 @@ struct exd_issuer {
     pthread_mutex_t lock; /* settings, drain_why */
     struct exd_stream_settings settings;
     char drain_why[SHM_ERROR_TEXT_BYTES]; /* not empty: no new streams */
-    _Atomic bool stop;
-    _Atomic bool busy;
+    _Atomic bool stop; /* exd_issuer_stop to the thread, then the bell: seq_cst, as the bell's own words */
+    _Atomic bool busy; /* the thread to exd_issuer_busy */
     uint32_t held_off_told; /* bit per SHM_HELD_* */
     int link_status;        /* of the last flush */
     uint64_t next_seq;      /* of the next stream */

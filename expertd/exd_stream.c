@@ -418,27 +418,26 @@ static void add_totals(struct shm_totals *t, const struct shm_report *r)
 
 static void trace_line(const char *name, const struct shm_report *r)
 {
-    static const char *const policies[] = {"default", "full", "routed", "demand"};
-    static const char *const orders[] = {"default", "index", "recent", "predicted"};
-    static const char *const results[] = {"running", "ok", "cancelled", "failed"};
-    exd_log(
-        EXD_LOG_INFO,
-        "trace worker=%s stream=%" PRIu64 " tokens=%u policy=%s order=%s depth=%u ring=%u result=%s "
-        "routed=%.1f%% entries=%" PRIu64 " copied=%" PRIu64 " dropped=%" PRIu64 " unrouted=%" PRIu64
-        " bytes=%" PRIu64 " link_gbps=%.4f link_ms=%.3f span_ms=%.3f wait_ms=%.3f outstanding_max=%" PRIu64,
-        name, r->seq, r->tokens, policies[r->policy], orders[r->order], r->depth, r->ring, results[r->result],
-        r->entries ? 100.0 * (double)r->routed / (double)r->entries : 0.0, r->entries, r->copied, r->dropped,
-        r->wasted, r->bytes, r->link_ns ? (double)r->bytes / (double)r->link_ns : 0.0,
-        (double)r->link_ns / 1e6, (double)r->span_ns / 1e6, (double)r->wait_ns / 1e6, r->outstanding_max);
+    exd_log(EXD_LOG_INFO,
+            "trace worker=%s stream=%" PRIu64 " tokens=%u policy=%s order=%s depth=%u ring=%u result=%s "
+            "routed=%.1f%% entries=%" PRIu64 " copied=%" PRIu64 " dropped=%" PRIu64 " unrouted=%" PRIu64
+            " bytes=%" PRIu64
+            " link_gbps=%.4f link_ms=%.3f span_ms=%.3f wait_ms=%.3f outstanding_max=%" PRIu64,
+            name, r->seq, r->tokens, shm_policy_name(r->policy), shm_order_name(r->order), r->depth, r->ring,
+            shm_result_name(r->result), r->entries ? 100.0 * (double)r->routed / (double)r->entries : 0.0,
+            r->entries, r->copied, r->dropped, r->wasted, r->bytes,
+            r->link_ns ? (double)r->bytes / (double)r->link_ns : 0.0, (double)r->link_ns / 1e6,
+            (double)r->span_ns / 1e6, (double)r->wait_ns / 1e6, r->outstanding_max);
 }
 
 void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, const char *trace)
 {
     if (result == SHM_RESULT_CANCELLED)
         krn_link_signal(s->link, s->group_base + s->groups);
-    if (krn_link_drain(s->link, drain_ns))
-        exd_log(EXD_LOG_WARNING, "worker %s: its link did not empty within %.1f s", s->name,
-                (double)drain_ns / 1e9);
+    int rc = krn_link_drain(s->link, drain_ns);
+    if (rc)
+        exd_log(EXD_LOG_WARNING, "worker %s: not all that was on its link has landed after %.1f s (%s)",
+                s->name, (double)drain_ns / 1e9, strerror(-rc));
     struct exd_walk_counts c = exd_walk_counts(s->walk);
     struct krn_link_stats link;
     krn_link_stats(s->link, &link);

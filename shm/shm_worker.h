@@ -89,6 +89,11 @@
 #define SHM_HELD_POLICY     2u /* the policy is set to full */
 #define SHM_HELD_PREDICTION 3u /* order predicted without predictions: recent is used; still routed */
 
+/* Their names in reports and options; "?" for a value that is none. */
+const char *shm_policy_name(uint32_t policy);
+const char *shm_order_name(uint32_t order);
+const char *shm_result_name(uint32_t result);
+
 /* Slot-table entry: state in the top 2 bits, then group within the layer (10 bits), then slot (20 bits). */
 #define SHM_ENTRY_NONE     0u /* not decided yet */
 #define SHM_ENTRY_RESIDENT 1u

@@ -62,9 +62,6 @@ void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_
 void ctl_snapshot_free(struct ctl_snapshot *snapshot);
 
 /* Names of the values of shm_worker.h and shm_store.h; "?" for unknown ones. */
-const char *ctl_policy(uint32_t policy);
-const char *ctl_order(uint32_t order);
-const char *ctl_result(uint32_t result);
 const char *ctl_held_off(uint32_t held_off);
 const char *ctl_state(uint32_t state);
 

@@ -104,12 +104,12 @@ json_t *ctl_json_report(const struct shm_report *r)
     json_t *o = json_object();
     set_int(o, "stream", r->seq);
     set_int(o, "tokens", r->tokens);
-    set_text(o, "policy", ctl_policy(r->policy));
-    set_text(o, "order", ctl_order(r->order));
+    set_text(o, "policy", shm_policy_name(r->policy));
+    set_text(o, "order", shm_order_name(r->order));
     set_int(o, "depth", r->depth);
     set_int(o, "ring", r->ring);
     set_text(o, "held_off", ctl_held_off(r->held_off));
-    set_text(o, "result", ctl_result(r->result));
+    set_text(o, "result", shm_result_name(r->result));
     set_int(o, "routed", r->routed);
     set_int(o, "entries", r->entries);
     set_int(o, "copied", r->copied);
@@ -144,11 +144,11 @@ json_t *ctl_json_worker(const struct ctl_worker *w)
     set_int(o, "stream", w->stream_seq);
     set_int(o, "streams", w->done_seq);
     set_int(o, "tokens", w->tokens);
-    set_text(o, "policy", ctl_policy(w->policy));
-    set_text(o, "order", ctl_order(w->order));
+    set_text(o, "policy", shm_policy_name(w->policy));
+    set_text(o, "order", shm_order_name(w->order));
     set_int(o, "depth", w->depth);
     set_text(o, "held_off", ctl_held_off(w->held_off));
-    set_text(o, "last_result", ctl_result(w->result));
+    set_text(o, "last_result", shm_result_name(w->result));
     set_bool(o, "detached", w->detached != 0);
     set_int(o, "issue_layer", w->issue_layer);
     set_int(o, "compute_layer", w->layer);
@@ -213,8 +213,8 @@ static json_t *json_status(const struct ctl_snapshot *n)
     set_real(load, "ready_s", (double)atomic_load(&s->ready_ns) / 1e9);
     json_object_set_new(o, "load", load);
     json_t *defaults = json_object();
-    set_text(defaults, "policy", ctl_policy(s->policy));
-    set_text(defaults, "order", ctl_order(s->order));
+    set_text(defaults, "policy", shm_policy_name(s->policy));
+    set_text(defaults, "order", shm_order_name(s->order));
     set_int(defaults, "depth", s->depth);
     set_int(defaults, "floor", s->floor);
     set_real(defaults, "link_gbps", s->link_gbps);
@@ -265,8 +265,8 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
            atomic_load(&s->huge_pages) ? "huge pages" : "small pages", s->arena_path);
     print_load(s);
     printf("device     %.128s\n", s->device);
-    printf("stream     policy %s, order %s, depth %u, floor %u; link %s", ctl_policy(s->policy),
-           ctl_order(s->order), s->depth, s->floor, s->link_gbps > 0 ? "paced to " : "unpaced\n");
+    printf("stream     policy %s, order %s, depth %u, floor %u; link %s", shm_policy_name(s->policy),
+           shm_order_name(s->order), s->depth, s->floor, s->link_gbps > 0 ? "paced to " : "unpaced\n");
     if (s->link_gbps > 0)
         printf("%g GB/s + %g us a copy\n", s->link_gbps, s->link_latency_us);
     printf("sessions   %u attached; %" PRIu64 " attached so far, %" PRIu64 " left, %" PRIu64 " died, %" PRIu64
@@ -297,7 +297,7 @@ int ctl_show_workers(const struct ctl_snapshot *n, const struct ctl_options *opt
             printf("unreadable: %s\n", w->why);
         else
             printf("%8" PRIu64 " %9s %10" PRIu64 " %10" PRIu64 " %10" PRIu64 " %10.1f %9.1f%s\n", w->done_seq,
-                   ctl_policy(w->policy), TOTAL(w, copied), TOTAL(w, dropped), TOTAL(w, wasted),
+                   shm_policy_name(w->policy), TOTAL(w, copied), TOTAL(w, dropped), TOTAL(w, wasted),
                    (double)TOTAL(w, bytes) / 1e6, (double)TOTAL(w, wait_ns) / 1e6,
                    w->detached ? " detached" : "");
     }
@@ -355,7 +355,7 @@ int ctl_show_rings(const struct ctl_snapshot *n, const struct ctl_options *optio
         }
         printf("worker %u %.64s: %s stream %" PRIu64 ", %u tokens, %s by %s, depth %u\n",
                atomic_load(&w->row.pid), w->row.name, streaming(w) ? "in" : "idle after", w->stream_seq,
-               w->tokens, ctl_policy(w->policy), ctl_order(w->order), w->depth);
+               w->tokens, shm_policy_name(w->policy), shm_order_name(w->order), w->depth);
         printf("  layer      issuing %" PRIu64 ", computing %" PRIu64 " of %u\n", w->issue_layer, w->layer,
                w->geometry.layers);
         printf("  head       %" PRIu64 "  landed %" PRIu64 "  outstanding %" PRIu64 "  dropped %" PRIu64
@@ -377,9 +377,10 @@ int ctl_show_rings(const struct ctl_snapshot *n, const struct ctl_options *optio
 static void print_report(const struct shm_report *r)
 {
     printf("%6" PRIu64 " %6u %7s %9s %6.1f%% %8" PRIu64 " %8" PRIu64 " %8" PRIu64 " %9.2f %9.2f %9.2f %s\n",
-           r->seq, r->tokens, ctl_policy(r->policy), ctl_order(r->order),
+           r->seq, r->tokens, shm_policy_name(r->policy), shm_order_name(r->order),
            r->entries ? 100.0 * (double)r->routed / (double)r->entries : 0, r->copied, r->dropped, r->wasted,
-           (double)r->bytes / 1e6, (double)r->link_ns / 1e6, (double)r->wait_ns / 1e6, ctl_result(r->result));
+           (double)r->bytes / 1e6, (double)r->link_ns / 1e6, (double)r->wait_ns / 1e6,
+           shm_result_name(r->result));
 }
 
 int ctl_show_trace(const struct ctl_snapshot *n, const struct ctl_options *options)

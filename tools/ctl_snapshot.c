@@ -11,24 +11,6 @@
 
 #define NAME(table, value) ((value) < sizeof table / sizeof *table && table[value] ? table[value] : "?")
 
-const char *ctl_policy(uint32_t policy)
-{
-    static const char *const names[] = {"default", "full", "routed", "demand"};
-    return NAME(names, policy);
-}
-
-const char *ctl_order(uint32_t order)
-{
-    static const char *const names[] = {"default", "index", "recent", "predicted"};
-    return NAME(names, order);
-}
-
-const char *ctl_result(uint32_t result)
-{
-    static const char *const names[] = {"running", "ok", "cancelled", "failed"};
-    return NAME(names, result);
-}
-
 const char *ctl_held_off(uint32_t held_off)
 {
     static const char *const names[] = {"no", "below the floor", "policy full", "no predictions"};
