@@ -1,12 +1,259 @@
 /* SPDX-License-Identifier: MIT */
-#include "inferd/inf_device.h"
+#include "inferd/inf_cuda.h"
+
+#include "kernels/krn_fatbin.h"
 
 #include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+
+#define BLOCK (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
+#define PAGE  UINT64_C(4096)
+
+int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
+{
+    c->broken = true;
+    if (!krn_cuda_detail()->result)
+        return shm_error_set(err, -rc, "layer %u: no kernel of this GPU fits the model's shape or types",
+                             c->layer_now);
+    return krn_cuda_explain(rc, "the GPU failed in a pass: start inferd anew", err);
+}
+
+static void cuda_close(struct inf_device *d)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    if (c->gpu && krn_cuda_enter(c->gpu) == 0) {
+        if (c->stream && !c->broken)
+            krn_cuda.stream_synchronize(c->stream);
+        inf_cuda_plan_free(c);
+        if (c->resident)
+            krn_cuda.mem_free(c->resident);
+        if (c->resident_table)
+            krn_cuda.mem_free(c->resident_table);
+        if (c->ring)
+            krn_cuda.mem_free(c->ring);
+        if (c->stream)
+            krn_cuda.stream_destroy(c->stream);
+        if (c->aux)
+            krn_cuda.stream_destroy(c->aux);
+        if (c->module)
+            krn_cuda.module_unload(c->module);
+        if (c->done)
+            krn_cuda_line_give(c->gpu, (void *)c->done);
+    }
+    krn_cu_destroy(&c->cu);
+    krn_cuda_device_close(&c->gpu);
+    free(c);
+}
+
+/* ---- ring ---- */
+
+static int make_ring(struct inf_cuda *c, uint64_t bytes, struct shm_error *err)
+{
+    /* After expertd's death the old allocation serves its successor: its handle is still good. */
+    if (c->ring && c->ring_bytes == bytes)
+        return 0;
+    if (c->ring)
+        krn_cuda.mem_free(c->ring);
+    c->ring = 0;
+    uint64_t flag_offset = (bytes + 255) & ~UINT64_C(255);
+    int rc = KRN_CUDA(mem_alloc, &c->ring, (flag_offset + 256 + BLOCK - 1) / BLOCK * BLOCK);
+    if (rc) {
+        c->ring = 0;
+        char what[96];
+        snprintf(what, sizeof what, "a ring of %.1f MiB (choose a smaller --ring)", (double)bytes / 1048576);
+        return krn_cuda_explain(rc, what, err);
+    }
+    c->ring_bytes = bytes;
+    c->flag = c->ring + flag_offset;
+    return 0;
+}
+
+static int cuda_ring_open(struct inf_device *d, const struct shm_geometry *g,
+                          const struct shm_worker_view *control, uint64_t control_bytes,
+                          struct inf_ring *ret_ring, struct prt_attach_request *request,
+                          struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    int rc = krn_cuda_enter(c->gpu);
+    if (!rc)
+        rc = make_ring(c, g->ring * g->slot_bytes, err);
+    if (rc)
+        return rc;
+    struct krn_cuda_ipc handle;
+    if ((rc = KRN_CUDA(memset_8_async, c->flag, 0, 64, c->stream)) ||
+        (c->poison && (rc = KRN_CUDA(memset_8_async, c->ring, 0xff, c->ring_bytes, c->stream))) ||
+        (rc = KRN_CUDA(stream_synchronize, c->stream)) || (rc = KRN_CUDA(ipc_get, &handle, c->ring)))
+        return krn_cuda_explain(rc, "the ring in device memory", err);
+    rc = KRN_CUDA(host_register, control->worker, (control_bytes + PAGE - 1) / PAGE * PAGE,
+                  KRN_CUDA_HOST_PORTABLE | KRN_CUDA_HOST_DEVICEMAP);
+    if (rc)
+        return krn_cuda_explain(rc, "registration of the control segment", err);
+    rc = KRN_CUDA(host_pointer, &c->control_device, control->worker, 0);
+    if (rc) {
+        krn_cuda.host_unregister(control->worker);
+        return krn_cuda_explain(rc, "the control segment's device address", err);
+    }
+    c->geometry = *g;
+    c->control = *control;
+    request->device = PRT_DEVICE_CUDA;
+    request->ring_fd = 0;
+    request->flag_offset = c->flag - c->ring;
+    memcpy(request->ring_handle, handle.bytes, sizeof request->ring_handle);
+    memcpy(request->device_uuid, c->gpu->uuid, sizeof request->device_uuid);
+    *ret_ring = (struct inf_ring){.bytes = c->ring_bytes, .fd = -1};
+    return 0;
+}
+
+static void cuda_ring_close(struct inf_device *d, struct inf_ring *ring)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    if (c->control_device && krn_cuda_enter(c->gpu) == 0)
+        krn_cuda.host_unregister(c->control.worker);
+    c->control_device = 0;
+    *ring = (struct inf_ring){.fd = -1};
+}
+
+/* ---- residents ---- */
+
+static int cuda_resident_open(struct inf_device *d, uint64_t bytes, uint8_t **ret_address,
+                              struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    int rc = krn_cuda_enter(c->gpu);
+    if (!rc)
+        rc = KRN_CUDA(mem_alloc, &c->resident, bytes);
+    if (rc) {
+        c->resident = 0;
+        char what[112];
+        snprintf(what, sizeof what, "%.1f MiB of resident experts (choose a smaller --resident)",
+                 (double)bytes / 1048576);
+        return krn_cuda_explain(rc, what, err);
+    }
+    *ret_address = (uint8_t *)(uintptr_t)c->resident;
+    return 0;
+}
+
+static int cuda_resident_put(struct inf_device *d, uint8_t *address, const void *blob, uint64_t bytes,
+                             struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    int rc = KRN_CUDA(copy_in_async, (krn_cuda_ptr)(uintptr_t)address, blob, bytes, c->stream);
+    return rc ? krn_cuda_explain(rc, "copy of a resident expert", err) : 0;
+}
+
+static int cuda_resident_done(struct inf_device *d, const uint8_t *const *table, uint32_t layers,
+                              uint32_t experts, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    _Static_assert(sizeof table[0] == 8, "addresses are 64 bits on the device");
+    size_t bytes = sizeof table[0] * layers * experts;
+    int rc = KRN_CUDA(mem_alloc, &c->resident_table, bytes);
+    if (rc)
+        c->resident_table = 0;
+    else if (!(rc = KRN_CUDA(copy_in_async, c->resident_table, table, bytes, c->stream)))
+        rc = KRN_CUDA(stream_synchronize, c->stream);
+    return rc ? krn_cuda_explain(rc, "table of the resident experts", err) : 0;
+}
+
+static const struct inf_device_ops cuda_ops = {.close = cuda_close,
+                                               .ring_open = cuda_ring_open,
+                                               .ring_close = cuda_ring_close,
+                                               .resident_open = cuda_resident_open,
+                                               .resident_put = cuda_resident_put,
+                                               .resident_done = cuda_resident_done,
+                                               .set_model = inf_cuda_set_model,
+                                               .plan = inf_cuda_plan,
+                                               .kv_create = inf_cuda_kv_create,
+                                               .kv_destroy = inf_cuda_kv_destroy,
+                                               .embed = inf_cuda_embed,
+                                               .predict_first = inf_cuda_predict_first,
+                                               .attention = inf_cuda_attention,
+                                               .experts = inf_cuda_experts,
+                                               .head = inf_cuda_head,
+                                               .quiesce = inf_cuda_quiesce};
+
+/* ---- open ---- */
+
+static int check_capabilities(const struct krn_cuda_device *gpu, struct shm_error *err)
+{
+    if (!gpu->ipc || !gpu->memops || !gpu->host_register)
+        return shm_error_set(err, ENOTSUP, "%s lacks what a worker needs: %s", gpu->name, gpu->missing);
+    if (gpu->major < 8)
+        return shm_error_set(err, ENOTSUP, "%s has compute capability %d.%d, the kernels need 8.0", gpu->name,
+                             gpu->major, gpu->minor);
+    return 0;
+}
+
+/* CLOCK_MONOTONIC minus the device's timer, so that a kernel can say when it published. */
+static int measure_clock(struct inf_cuda *c)
+{
+    void *line;
+    krn_cuda_ptr address;
+    int rc = krn_cuda_line_take(c->gpu, &line, &address);
+    if (rc)
+        return rc;
+    void *arguments[] = {&address};
+    for (int i = 0; i < 2 && !rc; i++) { /* the first launch is slow */
+        uint64_t before_ns = shm_now_ns();
+        if ((rc = KRN_CUDA(launch, c->clock_kernel, 1, 1, 1, 1, 1, 1, 0, c->stream, arguments, NULL)) ||
+            (rc = KRN_CUDA(stream_synchronize, c->stream)))
+            break;
+        uint64_t device_ns = *(volatile uint64_t *)line;
+        c->clock_offset_ns = device_ns ? (int64_t)((before_ns + shm_now_ns()) / 2 - device_ns) : 0;
+    }
+    krn_cuda_line_give(c->gpu, line);
+    return rc;
+}
+
+static int load_kernels(struct inf_cuda *c, struct shm_error *err)
+{
+    void *line;
+    int rc = krn_cu_create(c->gpu, err, &c->cu);
+    if (rc || (rc = krn_cuda_module("krn_graph", &c->module, err)) ||
+        (rc = krn_cuda_kernel(c->module, "krn_poison", 0, &c->poison_kernel, err)) ||
+        (rc = krn_cuda_kernel(c->module, "krn_clock", 0, &c->clock_kernel, err)))
+        return rc;
+    if ((rc = KRN_CUDA(stream_create, &c->stream, KRN_CUDA_STREAM_NON_BLOCKING)) ||
+        (rc = KRN_CUDA(stream_create, &c->aux, KRN_CUDA_STREAM_NON_BLOCKING)) ||
+        (rc = krn_cuda_line_take(c->gpu, &line, &c->done_device)))
+        return krn_cuda_explain(rc, "streams of the worker", err);
+    c->done = line;
+    if ((rc = measure_clock(c)))
+        return krn_cuda_explain(rc, "a first kernel", err);
+    return 0;
+}
 
 int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device)
 {
-    (void)ordinal;
-    (void)poison;
-    (void)ret_device;
-    return shm_error_set(err, ENOTSUP, "this version has no CUDA device: use --device host");
+    /* Kernels loaded on first use would wait for a stream that waits; blocked streams must not share a queue.
+     */
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+    struct inf_cuda *c = calloc(1, sizeof *c);
+    if (!c)
+        return -ENOMEM;
+    c->base.ops = &cuda_ops;
+    c->base.kind = PRT_DEVICE_CUDA;
+    c->poison = poison;
+    uint64_t at_ns = shm_now_ns();
+    int rc = krn_cuda_device_open(ordinal < 0 ? 0 : ordinal, &c->gpu, err);
+    if (rc || (rc = check_capabilities(c->gpu, err)))
+        goto fail;
+    c->base.phases.context_ns = shm_now_ns() - at_ns;
+    at_ns = shm_now_ns();
+    if ((rc = load_kernels(c, err)))
+        goto fail;
+    c->base.phases.modules_ns = shm_now_ns() - at_ns;
+    prctl(PR_SET_TIMERSLACK, 1ul); /* waits for the device are shorter than the default, 50 us */
+    snprintf(c->base.text, sizeof c->base.text, "cuda:%d, ", c->gpu->ordinal);
+    krn_cuda_device_describe(c->gpu, c->base.text + strlen(c->base.text),
+                             sizeof c->base.text - strlen(c->base.text));
+    *ret_device = &c->base;
+    return 0;
+fail:
+    cuda_close(&c->base);
+    return rc;
 }

@@ -102,6 +102,11 @@ int inf_engine_open(const struct inf_engine_config *config, struct shm_error *er
         }
     } else {
         rc = open_on(e, config, config->device == INF_DEVICE_HOST, err);
+        if (rc && config->device == INF_DEVICE_CUDA && !e->device) {
+            struct shm_error why = *err;
+            shm_error_set(err, -rc, "--device cuda: %.420s; --device host computes on the CPU",
+                          shm_error_text(&why));
+        }
     }
     if (rc || (rc = inf_engine_tokenizer(&e->store.arena, err, &e->tokenizer)) || (rc = copy_template(e)))
         goto fail;

@@ -340,7 +340,7 @@ uint64_t inf_stream_group_base(const struct inf_stream *s)
 
 int inf_stream_check(struct inf_stream *s, struct shm_error *err)
 {
-    const struct want want = {.ending = false};
+    const struct want want = {.ending = !s->running};
     int rc = check_end(s, &want, err);
     return !rc && peer_dead(s) ? gone(s, err) : rc;
 }

@@ -671,7 +671,10 @@ static int fake_device_memory(size_t *ret_bytes, krn_cuda_dev device)
 static int fake_device_attribute(int *ret_value, int attribute, krn_cuda_dev device)
 {
     (void)device;
-    *ret_value = attribute == KRN_CUDA_ATTR_MAJOR ? 9 : attribute == KRN_CUDA_ATTR_MULTIPROCESSORS ? 132 : 0;
+    *ret_value = attribute == KRN_CUDA_ATTR_MAJOR             ? 9
+                 : attribute == KRN_CUDA_ATTR_MULTIPROCESSORS ? 132
+                 : attribute == KRN_CUDA_ATTR_SHARED_OPTIN    ? 232448
+                                                              : 0;
     return 0;
 }
 static int fake_primary_flags(krn_cuda_dev device, unsigned flags)

@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * CUDA device of a worker, private to inf_cuda*.c: inf_cuda.c opens it and
+ * holds ring and residents, inf_cuda_plan.c has the memory (dense weights,
+ * activations, keys and values), inf_cuda_pass.c the steps, inf_cuda_wait.c
+ * everything that waits.
+ *
+ * A pass is one stream's queue: nothing in it waits for this process. What
+ * waits is the device, for its own flag that expertd's copy engine writes.
+ */
+#ifndef INF_CUDA_H
+#define INF_CUDA_H
+
+#include "inferd/inf_device.h"
+#include "kernels/krn_cu.h"
+
+#define INF_CUDA_LOGIT_ROWS 32u
+
+struct inf_cuda_layer {
+    krn_cuda_ptr attn_norm, ffn_norm, q_norm, k_norm, router; /* float */
+    struct krn_cu_matrix q, k, v, output;
+    struct krn_cu_expert_shape experts;
+};
+
+/* Keys and values: bf16. */
+struct inf_kv_cuda {
+    struct inf_kv base;
+    krn_cuda_ptr memory;
+    struct krn_cu_kv layer[];
+};
+
+/* Where everything of a chunk is; offsets until they are placed. */
+struct inf_cuda_act {
+    krn_cuda_ptr x, normed, normed16; /* float, float, bf16 [t][hidden] */
+    krn_cuda_ptr q, k, v, q16, y16;   /* float; bf16 [t][heads][head_dim] */
+    krn_cuda_ptr out, hidden_rows;    /* float [t * top_k][hidden]; bf16 [t * top_k][width] */
+    krn_cuda_ptr rope, scores;        /* float [t][head_dim], [t][experts] */
+    krn_cuda_ptr ids, weights, slots; /* [t * top_k] */
+    krn_cuda_ptr predicted_ids, predicted_weights;
+    krn_cuda_ptr counts, offsets, hist, predicted_hist, plan;
+    krn_cuda_ptr dense, decode; /* scratch */
+    krn_cuda_ptr logits;        /* float [INF_CUDA_LOGIT_ROWS][vocab] */
+};
+
+struct inf_cuda {
+    struct inf_device base;
+    struct krn_cuda_device *gpu;
+    struct krn_cu *cu;
+    void *module, *poison_kernel, *clock_kernel;
+    void *stream, *aux; /* the pass; what must get through while the pass waits */
+    int64_t clock_offset_ns;
+    bool poison;
+
+    const struct inf_model *model; /* NULL until set */
+    struct inf_cuda_layer *layer;
+    struct krn_cu_matrix embed, head;
+    krn_cuda_ptr output_norm, dense;
+
+    krn_cuda_ptr ring, flag; /* one allocation, kept from session to session */
+    uint64_t ring_bytes;
+    struct shm_geometry geometry;
+    struct shm_worker_view control;
+    krn_cuda_ptr control_device; /* 0: no session */
+
+    krn_cuda_ptr resident, resident_table; /* uint64 [layers][experts] */
+
+    uint32_t chunk;
+    struct inf_cuda_act act;
+    krn_cuda_ptr memory;
+    uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits */
+    krn_cuda_ptr host_device;
+    uint32_t *host_ids, *host_counts;
+    float *host_logits;
+    uint32_t *routes; /* [2][chunk * top_k], ids and weights; NULL until wanted */
+
+    _Atomic uint32_t *done; /* operations that the stream has passed, low half of `ops` */
+    krn_cuda_ptr done_device;
+    uint32_t ops, ops_sent;
+    uint32_t layer_now; /* being enqueued, for messages */
+    bool broken;        /* the context is lost */
+};
+
+static inline struct inf_cuda *inf_cuda_of(struct inf_device *d)
+{
+    return (struct inf_cuda *)d;
+}
+
+/* The device's address of something in the control segment. */
+static inline krn_cuda_ptr inf_cuda_control(const struct inf_cuda *c, const void *at)
+{
+    return c->control_device + (krn_cuda_ptr)((const uint8_t *)at - (const uint8_t *)c->control.worker);
+}
+
+/* A driver's failure in a pass as one line; the device is unusable from then on. */
+int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err);
+
+/* inf_cuda_wait.c. spend: n operations were enqueued; waits while too many are under way, so that the
+ * driver's queue never fills (a call that blocks in the driver could not be ended). finish: waits for all of
+ * them. Both end early as inf_stream_check and the pass's cancel flag say, by the watchdog, or on a device
+ * error. stream NULL: nobody is watched. */
+int inf_cuda_spend(struct inf_cuda *c, const struct inf_pass *p, struct inf_stream *stream, uint32_t n,
+                   struct shm_error *err);
+int inf_cuda_finish(struct inf_cuda *c, const struct inf_pass *p, struct inf_stream *stream,
+                    struct shm_error *err);
+void inf_cuda_quiesce(struct inf_device *d, uint64_t end_group);
+
+/* inf_cuda_plan.c */
+int inf_cuda_set_model(struct inf_device *d, const struct inf_model *model, struct shm_error *err);
+int inf_cuda_plan(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct shm_error *err);
+int inf_cuda_kv_create(struct inf_device *d, uint32_t ctx, struct shm_error *err, struct inf_kv **ret_kv);
+void inf_cuda_kv_destroy(struct inf_device *d, struct inf_kv **kv);
+void inf_cuda_plan_free(struct inf_cuda *c);
+
+/* inf_cuda_pass.c */
+int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);
+int inf_cuda_predict_first(struct inf_device *d, const struct inf_pass *p, const uint32_t **ret_counts,
+                           struct shm_error *err);
+int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err);
+int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err);
+int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);
+
+#endif

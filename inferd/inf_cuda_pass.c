@@ -1,0 +1,282 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/inf_cuda.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define POISON_BLOCKS 16u
+
+/* A step's operations on the stream; the first failure ends it. */
+#define TRY(call)                                                                                            \
+    do {                                                                                                     \
+        if ((rc = (call)))                                                                                   \
+            return inf_cuda_failed(c, rc, err);                                                              \
+    } while (0)
+
+/* Generated tokens have kernels of their own: bound by memory, one token a call. */
+static bool decodes(const struct inf_pass *p)
+{
+    return p->generated && p->tokens == 1;
+}
+
+static int begin(struct inf_cuda *c, struct shm_error *err)
+{
+    if (c->broken)
+        return shm_error_set(err, EIO, "the GPU failed in an earlier pass: start inferd anew");
+    int rc = krn_cuda_enter(c->gpu);
+    return rc ? inf_cuda_failed(c, rc, err) : 0;
+}
+
+int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    const struct inf_model *m = c->model;
+    uint64_t at_ns = shm_now_ns();
+    int rc = begin(c, err);
+    if (rc)
+        return rc;
+    memcpy(c->host_ids, p->ids, p->tokens * sizeof *p->ids); /* no earlier pass reads them any more */
+    TRY(krn_cu_embed(c->cu, c->stream, &c->embed, c->host_device, p->tokens, c->act.x));
+    TRY(krn_cu_rope_table(c->cu, c->stream, p->position, p->tokens, m->shape.head_dim, m->hparams.rope_base,
+                          c->act.rope));
+    c->layer_now = 0;
+    c->base.times.enqueue_ns += shm_now_ns() - at_ns;
+    return inf_cuda_spend(c, p, NULL, 2, err);
+}
+
+static int dense(struct inf_cuda *c, const struct inf_pass *p, const struct krn_cu_matrix *m,
+                 krn_cuda_ptr x16, bool add, krn_cuda_ptr y)
+{
+    return decodes(p) ? krn_cu_gemv(c->cu, c->stream, m, x16, p->tokens, add, y)
+                      : krn_cu_dense(c->cu, c->stream, m, x16, p->tokens, add, c->act.dense, y);
+}
+
+int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_cuda_layer *l = &c->layer[layer];
+    const struct krn_shape *s = &c->model->shape;
+    const struct krn_cu_kv *kv = &((const struct inf_kv_cuda *)p->kv)->layer[layer];
+    const float eps = c->model->hparams.rms_eps;
+    uint64_t at_ns = shm_now_ns();
+    int rc;
+    c->layer_now = layer;
+    TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->attn_norm, eps, p->tokens, s->hidden, 0, a->normed16));
+    TRY(dense(c, p, &l->q, a->normed16, false, a->q));
+    TRY(dense(c, p, &l->k, a->normed16, false, a->k));
+    TRY(dense(c, p, &l->v, a->normed16, false, a->v));
+    TRY(krn_cu_qkv(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q, a->k, a->v, l->q_norm,
+                   l->k_norm, eps, a->rope, a->q16));
+    if (decodes(p))
+        TRY(krn_cu_decode(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q16, a->decode, a->y16));
+    else
+        TRY(krn_cu_attention(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q16, a->y16));
+    TRY(dense(c, p, &l->output, a->y16, true, a->x));
+    c->base.times.enqueue_ns += shm_now_ns() - at_ns;
+    return inf_cuda_spend(c, p, p->stream, 12, err);
+}
+
+static struct krn_cu_groups groups_of(const struct inf_cuda *c)
+{
+    const struct inf_cuda_act *a = &c->act;
+    return (struct krn_cu_groups){.counts = a->counts,
+                                  .offsets = a->offsets,
+                                  .slots = a->slots,
+                                  .hist = a->hist,
+                                  .predicted_hist = a->predicted_hist};
+}
+
+/* Choices of a layer to come, from the hidden state as it is now. */
+static int predict(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
+{
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_cuda_layer *l = &c->layer[layer];
+    const struct krn_shape *s = &c->model->shape;
+    int rc;
+    TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->ffn_norm, c->model->hparams.rms_eps, p->tokens, s->hidden,
+                       a->normed, 0));
+    TRY(krn_cu_scores(c->cu, c->stream, a->normed, l->router, p->tokens, s->experts, s->hidden, a->scores));
+    TRY(krn_cu_select(c->cu, c->stream, a->scores, p->tokens, s->experts, s->top_k, false, a->predicted_ids,
+                      a->predicted_weights));
+    return 0;
+}
+
+int inf_cuda_predict_first(struct inf_device *d, const struct inf_pass *p, const uint32_t **ret_counts,
+                           struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    const struct krn_shape *s = &c->model->shape;
+    const struct krn_cu_groups groups = groups_of(c);
+    int rc = predict(c, p, 0, err);
+    if (rc)
+        return rc;
+    TRY(krn_cu_group(c->cu, c->stream, c->act.predicted_ids, 0, p->tokens, s->experts, s->top_k, NULL,
+                     &groups));
+    TRY(KRN_CUDA(copy_out_async, c->host_counts, c->act.counts, s->experts * sizeof *c->host_counts,
+                 c->stream));
+    if ((rc = inf_cuda_finish(c, p, NULL, err)))
+        return rc;
+    *ret_counts = c->host_counts;
+    return 0;
+}
+
+static struct krn_cu_publication publication_of(const struct inf_cuda *c, const struct inf_pass *p,
+                                                uint32_t layer, bool predicts)
+{
+    const struct shm_worker_view *v = &c->control;
+    const uint32_t experts = c->geometry.experts;
+    struct shm_route *route = &v->route[layer];
+    return (struct krn_cu_publication){
+        .mask = inf_cuda_control(c, &route->mask),
+        .tokens = inf_cuda_control(c, v->tokens + (size_t)layer * experts),
+        .predicted = predicts ? inf_cuda_control(c, v->predicted + (size_t)(layer + 1) * experts) : 0,
+        .published_ns = inf_cuda_control(c, &route->published_ns),
+        .seq = inf_cuda_control(c, &route->seq),
+        .value = inf_stream_seq(p->stream),
+        .clock_offset_ns = c->clock_offset_ns};
+}
+
+/* Test mode: waits for the layer's choices and shows them. */
+static int show_routes(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
+{
+    const size_t slots = (size_t)p->tokens * c->model->shape.top_k;
+    int rc;
+    if (!c->routes)
+        c->routes = calloc(2 * (size_t)c->chunk * c->model->shape.top_k, sizeof *c->routes);
+    if (!c->routes)
+        return -ENOMEM;
+    if ((rc = inf_cuda_finish(c, p, p->stream, err)))
+        return rc;
+    TRY(KRN_CUDA(copy_out_async, c->routes, c->act.ids, slots * 4, c->stream));
+    TRY(KRN_CUDA(copy_out_async, c->routes + slots, c->act.weights, slots * 4, c->stream));
+    TRY(KRN_CUDA(stream_synchronize, c->stream));
+    p->on_routes(p->ctx, layer, p->tokens, c->routes, (const float *)(const void *)(c->routes + slots));
+    return 0;
+}
+
+static int poison(struct inf_cuda *c, krn_cuda_ptr table, uint32_t first, uint32_t end)
+{
+    uint64_t slot_bytes = c->geometry.slot_bytes;
+    uint32_t ring = c->geometry.ring;
+    void *arguments[] = {&table, &c->ring, &slot_bytes, &ring, &first, &end};
+    return KRN_CUDA(launch, c->poison_kernel, c->geometry.experts, POISON_BLOCKS, 1, 256, 1, 1, 0, c->stream,
+                    arguments, NULL);
+}
+
+/* Groups that are waited for, run and released together. A layer whose entries all fit in the ring needs no
+ * release in its middle, so a small chunk, which copies only what it routed, takes it as a whole. */
+static uint32_t groups_together(const struct inf_cuda *c, const struct inf_pass *p)
+{
+    uint64_t routed = (uint64_t)p->tokens * c->model->shape.top_k;
+    return p->demand && routed <= c->geometry.ring ? c->geometry.groups_per_layer : 1;
+}
+
+static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer,
+                    struct krn_cu_expert_run run, struct shm_error *err)
+{
+    const struct shm_geometry *g = &c->geometry;
+    const uint64_t base = inf_stream_group_base(p->stream) + (uint64_t)layer * g->groups_per_layer;
+    const uint32_t step = groups_together(c, p);
+    const krn_cuda_ptr released = inf_cuda_control(c, &c->control.worker->released_groups);
+    int rc;
+    run.table = inf_cuda_control(c, c->control.table + (size_t)layer * g->experts);
+    run.ring = c->ring;
+    run.slot_bytes = g->slot_bytes;
+    run.ring_slots = g->ring;
+    for (uint32_t first = 0; first < g->groups_per_layer; first += step) {
+        uint32_t end = g->groups_per_layer - first < step ? g->groups_per_layer : first + step;
+        /* The flag holds the low half of a count: GEQ compares cyclically. */
+        TRY(KRN_CUDA(wait_32, c->stream, c->flag, (uint32_t)(base + end), KRN_CUDA_WAIT_GEQ));
+        run.group = first;
+        run.group_end = end;
+        TRY(krn_cu_experts(c->cu, c->stream, &run));
+        if (c->poison)
+            TRY(poison(c, run.table, first, end));
+        /* Ordered behind the kernels: the slots were read for the last time. */
+        TRY(KRN_CUDA(write_64, c->stream, released, base + end, 0));
+        if ((rc = inf_cuda_spend(c, p, p->stream, 6, err)))
+            return rc;
+    }
+    return 0;
+}
+
+int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_cuda_layer *l = &c->layer[layer];
+    const struct inf_model *m = c->model;
+    const struct krn_shape *s = &m->shape;
+    const struct krn_cu_groups groups = groups_of(c);
+    const bool predicts = p->predict && layer + 1 < m->hparams.layers;
+    uint64_t at_ns = shm_now_ns(), waited_ns = c->base.times.wait_ns;
+    int rc;
+    if (p->cancel && atomic_load_explicit(p->cancel, memory_order_relaxed))
+        return shm_error_set(err, ECANCELED, "cancelled");
+    if (predicts && (rc = predict(c, p, layer + 1, err)))
+        return rc;
+    TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->ffn_norm, m->hparams.rms_eps, p->tokens, s->hidden,
+                       a->normed, a->normed16));
+    TRY(krn_cu_scores(c->cu, c->stream, a->normed, l->router, p->tokens, s->experts, s->hidden, a->scores));
+    TRY(krn_cu_select(c->cu, c->stream, a->scores, p->tokens, s->experts, s->top_k, m->hparams.norm_topk != 0,
+                      a->ids, a->weights));
+    struct krn_cu_publication publication;
+    if (p->stream)
+        publication = publication_of(c, p, layer, predicts);
+    TRY(krn_cu_group(c->cu, c->stream, a->ids, predicts ? a->predicted_ids : 0, p->tokens, s->experts,
+                     s->top_k, p->stream ? &publication : NULL, &groups));
+    if ((rc = inf_cuda_spend(c, p, p->stream, 12, err)) ||
+        (p->on_routes && (rc = show_routes(c, p, layer, err))))
+        return rc;
+    if (p->on_layer)
+        p->on_layer(p->ctx, layer);
+
+    struct krn_cu_expert_run run = {
+        .shape = &l->experts,
+        .groups = &groups,
+        .resident = c->resident_table ? c->resident_table + (uint64_t)layer * s->experts * 8 : 0,
+        .tokens = p->tokens,
+        .decode = decodes(p),
+        .x_bf16 = a->normed16,
+        .plan = a->plan,
+        .hidden_rows = a->hidden_rows,
+        .out = a->out};
+    /* The residents run while the link moves the others. */
+    if (run.resident)
+        TRY(krn_cu_experts(c->cu, c->stream, &run));
+    if (p->stream && (rc = streamed(c, p, layer, run, err)))
+        return rc;
+    TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, p->tokens, s->top_k, s->hidden, a->x));
+    c->base.times.enqueue_ns += shm_now_ns() - at_ns - (c->base.times.wait_ns - waited_ns);
+    return inf_cuda_spend(c, p, p->stream, 4, err);
+}
+
+int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_model *m = c->model;
+    const uint32_t hidden = m->shape.hidden, vocab = m->hparams.vocab;
+    int rc = 0;
+    for (uint32_t t = p->first_logit; t < p->tokens; t += INF_CUDA_LOGIT_ROWS) {
+        uint32_t rows = p->tokens - t < INF_CUDA_LOGIT_ROWS ? p->tokens - t : INF_CUDA_LOGIT_ROWS;
+        TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x + (uint64_t)t * hidden * 4, c->output_norm,
+                           m->hparams.rms_eps, rows, hidden, 0, a->normed16));
+        TRY(decodes(p)
+                ? krn_cu_gemv(c->cu, c->stream, &c->head, a->normed16, rows, false, a->logits)
+                : krn_cu_dense(c->cu, c->stream, &c->head, a->normed16, rows, false, a->dense, a->logits));
+        TRY(KRN_CUDA(copy_out_async, c->host_logits, a->logits, (size_t)rows * vocab * 4, c->stream));
+        if ((rc = inf_cuda_finish(c, p, p->stream, err)))
+            return rc;
+        if (p->on_logits)
+            p->on_logits(p->ctx, p->position + t, rows, c->host_logits);
+    }
+    if (p->first_logit >= p->tokens)
+        rc = inf_cuda_finish(c, p, p->stream, err);
+    if (!rc && p->counts && p->stream) /* the kernels published them; nobody else writes there */
+        memcpy(p->counts, c->control.tokens,
+               sizeof *p->counts * m->hparams.layers * (size_t)m->shape.experts);
+    return rc;
+}
