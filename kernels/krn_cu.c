@@ -12,7 +12,6 @@
 #define GEMM_THREADS 128u
 #define GEMV_WARPS   4u
 #define GEMV_ROWS    4u            /* of a warp */
-#define PAIR_ROWS    2u            /* of a warp, in an expert */
 #define TILE_BYTES   (128u * 128u) /* 128 rows of 64 bf16 */
 #define DENSE_SHARED (3 * 2 * TILE_BYTES)
 #define TILE_FEW     64u
@@ -451,11 +450,11 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
             return -EINVAL;
         rc = launch(
             cu, K_gate_up_gemv,
-            (struct grid){div_up(s->gate.rows, GEMV_WARPS * PAIR_ROWS), slots, 1, GEMV_WARPS * 32, shared},
+            (struct grid){div_up(s->gate.rows, GEMV_WARPS * GEMV_ROWS), slots, 1, GEMV_WARPS * 32, shared},
             stream, &up);
         return rc ? rc
                   : launch(cu, K_down_gemv,
-                           (struct grid){div_up(s->down.rows, GEMV_WARPS * PAIR_ROWS), slots, 1,
+                           (struct grid){div_up(s->down.rows, GEMV_WARPS * GEMV_ROWS), slots, 1,
                                          GEMV_WARPS * 32, shared_down},
                            stream, &down);
     }

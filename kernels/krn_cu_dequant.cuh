@@ -239,10 +239,10 @@ DEV uint4 pack8(const float (&f)[8])
                       pack_bf16(f[6], f[7]));
 }
 
-/* Weights of a row that are fetched together, and their bytes for k valid ones. */
-DEV uint32_t chunk_weights(uint32_t type)
+/* Weights of a row that are fetched together (as a power of two), and their bytes for k valid ones. */
+DEV uint32_t chunk_shift(uint32_t type)
 {
-    return type == KRN_Q4_K || type == KRN_Q5_K || type == KRN_Q6_K || type == KRN_Q4_0 ? 256 : 64;
+    return type == KRN_Q4_K || type == KRN_Q5_K || type == KRN_Q6_K || type == KRN_Q4_0 ? 8 : 6;
 }
 
 DEV uint32_t weight_bytes(uint32_t type, uint32_t k)

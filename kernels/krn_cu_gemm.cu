@@ -15,16 +15,18 @@
 
 enum mode { DENSE, GATE_UP, DOWN };
 
-/* 64 weight rows of a tile: where they come from. */
+/* 64 weight rows of a tile: where they come from. Steps must not divide, so the chunk is worked out ahead. */
 struct half_tile {
     const uint8_t *base; /* row 0 of the matrix */
     uint32_t row0, rows; /* first row of the half, rows of the matrix */
     uint32_t type, cols, row_bytes;
+    uint32_t shift, chunk_bytes; /* weights of a chunk: 1 << shift */
 };
 
 DEV half_tile make_half(const krn_cu_matrix &m, const uint8_t *blob, uint32_t row0)
 {
-    return {blob + m.data, row0, m.rows, m.type, m.cols, m.row_bytes};
+    const uint32_t shift = chunk_shift(m.type);
+    return {blob + m.data, row0, m.rows, m.type, m.cols, m.row_bytes, shift, weight_bytes(m.type, 1u << shift)};
 }
 
 DEV const uint8_t *row_address(const half_tile &h, uint32_t r)
@@ -33,23 +35,22 @@ DEV const uint8_t *row_address(const half_tile &h, uint32_t r)
     return h.base + (uint64_t)row * h.row_bytes;
 }
 
-/* Raw bytes of the 64 rows from weight k on, if a chunk begins there. All threads. */
-template <int THREADS> DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint8_t *raw)
+/* Raw bytes of the 64 rows from weight k on, if a chunk begins there. All threads. magic: 65536 / pieces + 1. */
+template <int THREADS>
+DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint32_t pieces, uint32_t magic, uint32_t raw)
 {
-    const uint32_t chunk = chunk_weights(h.type);
-    if (k >= h.cols || k % chunk != 0)
+    const uint32_t chunk = 1u << h.shift, index = k >> h.shift;
+    if (k >= h.cols || (k & (chunk - 1)) != 0)
         return;
-    const uint32_t valid = h.cols - k < chunk ? h.cols - k : chunk;
-    const uint32_t bytes = weight_bytes(h.type, valid), first = weight_bytes(h.type, k);
-    const uint32_t pieces = stride / 16, magic = 65536u / pieces + 1;
-    raw += (k / chunk & 1) * KRN_CU_TILE_N * stride;
-    const uint32_t target = shared_address(raw);
+    const uint32_t bytes = h.cols - k < chunk ? weight_bytes(h.type, h.cols - k) : h.chunk_bytes;
+    const uint32_t first = index * h.chunk_bytes;
+    raw += (index & 1) * KRN_CU_TILE_N * stride;
     for (uint32_t i = threadIdx.x; i < 64 * pieces; i += THREADS) {
         uint32_t r = i * magic >> 16, piece = i - r * pieces;
         const uint8_t *p = row_address(h, r) + first;
         uint32_t skew = (uint32_t)(uintptr_t)p & 15u;
         if (piece * 16 < skew + bytes)
-            copy_async(target + r * stride + piece * 16, p - skew + piece * 16, true);
+            copy_async(raw + r * stride + piece * 16, p - skew + piece * 16, true);
     }
 }
 
@@ -63,32 +64,32 @@ struct bf16_sink {
     }
 };
 
-/* Weights k .. k + 63 of row r of the half, from raw to the bf16 tile: pieces first .. first + count - 1 of 8. */
-DEV void expand_row(const half_tile &h, uint32_t r, uint32_t k, uint32_t stride, const uint8_t *raw,
-                    uint8_t *tile, uint32_t tile_row, dequant_part part)
+/* Weights k .. k + 63 of a row of the half, from raw (the row's place in the first chunk's buffer) to its row of
+ * the bf16 tile. low: the low bits of the row's address. */
+DEV void expand_row(const half_tile &h, uint32_t low, uint32_t k, uint32_t stride, const uint8_t *raw, uint8_t *tile,
+                    uint32_t swizzle, dequant_part part)
 {
-    const uint32_t chunk = chunk_weights(h.type), at_chunk = k / chunk * chunk;
-    const uint32_t skew = (uint32_t)(uintptr_t)(row_address(h, r) + weight_bytes(h.type, at_chunk)) & 15u;
-    const uint8_t *p = raw + ((k / chunk & 1) * KRN_CU_TILE_N + r) * stride + skew;
-    bf16_sink sink = {tile + tile_row * TILE_ROW_BYTES, tile_row & 7};
-    uint32_t n = h.cols - k < 64 ? h.cols - k : 64;
-    dequant64(h.type, p, k - at_chunk, n, sink, part);
+    const uint32_t index = k >> h.shift, skew = (low + index * h.chunk_bytes) & 15u;
+    bf16_sink sink = {tile, swizzle};
+    dequant64(h.type, raw + (index & 1) * KRN_CU_TILE_N * stride + skew, k & ((1u << h.shift) - 1),
+              h.cols - k < 64 ? h.cols - k : 64, sink, part);
 }
 
 /* Shared memory of a tile: two stages of tokens, two of bf16 weights, two chunks of raw ones. */
 template <class T> struct stages {
     static constexpr uint32_t A_BYTES = T::TOKENS * TILE_ROW_BYTES, B_BYTES = KRN_CU_TILE_N * TILE_ROW_BYTES;
-    uint8_t *b, *raw, *raw_upper;
-    uint32_t a_address, b_address, stride;
+    uint8_t *b, *raw;
+    uint32_t a_address, b_address, raw_address, stride, pieces, magic;
     __device__ __forceinline__ stages(uint8_t *smem, uint32_t raw_stride)
-        : b(smem + 2 * A_BYTES), raw(b + 2 * B_BYTES), raw_upper(raw + 64 * raw_stride),
-          a_address(shared_address(smem)), b_address(shared_address(b)), stride(raw_stride)
+        : b(smem + 2 * A_BYTES), raw(b + 2 * B_BYTES),
+          a_address(shared_address(smem)), b_address(shared_address(b)), raw_address(shared_address(raw)),
+          stride(raw_stride), pieces(raw_stride / 16), magic(65536u / pieces + 1)
     {
     }
     __device__ __forceinline__ void fetch(const half_tile &lower, const half_tile &upper, uint32_t step) const
     {
-        fetch_raw<T::THREADS>(lower, step * KRN_CU_TILE_K, stride, raw);
-        fetch_raw<T::THREADS>(upper, step * KRN_CU_TILE_K, stride, raw_upper);
+        fetch_raw<T::THREADS>(lower, step * KRN_CU_TILE_K, stride, pieces, magic, raw_address);
+        fetch_raw<T::THREADS>(upper, step * KRN_CU_TILE_K, stride, pieces, magic, raw_address + 64 * stride);
     }
 };
 
@@ -116,18 +117,22 @@ DEV void run_tile(T &t, const half_tile &lower, const half_tile &upper, const ui
         for (int i = 0; i < PIECES; i++)
             if (i * EACH < (int)rows)
                 copy_async(a_target + (step & 1) * s.A_BYTES + i * EACH * TILE_ROW_BYTES,
-                           x + ((uint64_t)x_piece[i] + (k < cols ? k / 8 : 0)) * 16, k < cols);
+                           x + (uint64_t)(x_piece[i] + (k < cols ? k / 8 : 0)) * 16, k < cols);
     };
     /* a thread's row of weights: a whole unit of 64, or half of it where there are threads enough */
     const uint32_t row = tid & 127;
     const bool low = row < 64;
-    const half_tile mine = {low ? lower.base : upper.base, low ? lower.row0 : upper.row0,
-                            low ? lower.rows : upper.rows, low ? lower.type : upper.type,
-                            low ? lower.cols : upper.cols, low ? lower.row_bytes : upper.row_bytes};
+    const half_tile mine = {low ? lower.base : upper.base,   low ? lower.row0 : upper.row0,
+                            low ? lower.rows : upper.rows,   low ? lower.type : upper.type,
+                            low ? lower.cols : upper.cols,   low ? lower.row_bytes : upper.row_bytes,
+                            low ? lower.shift : upper.shift, low ? lower.chunk_bytes : upper.chunk_bytes};
+    const uint32_t low_bits = (uint32_t)(uintptr_t)row_address(mine, row & 63);
+    const uint8_t *const raw = s.raw + row * s.stride;
+    uint8_t *const tile_row = s.b + row * TILE_ROW_BYTES;
     const dequant_part part = T::THREADS == 128 ? WHOLE : tid < 128 ? FIRST_HALF : SECOND_HALF;
     auto expand = [&](uint32_t step) {
-        expand_row(mine, row & 63, step * KRN_CU_TILE_K, s.stride, low ? s.raw : s.raw_upper,
-                   s.b + (step & 1) * s.B_BYTES, row, part);
+        expand_row(mine, low_bits, step * KRN_CU_TILE_K, s.stride, raw, tile_row + (step & 1) * s.B_BYTES, row & 7,
+                   part);
     };
 
     t.begin(rows);
@@ -306,8 +311,8 @@ DEV void dense_plain(const krn_cu_gemm_args &a)
         uint32_t k8 = valid ? k / 8 : 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            copy_async(target + stage + i * 16 * TILE_ROW_BYTES, x + ((uint64_t)x_piece[i] + k8) * 16, valid);
-            copy_async(target + stage + BYTES + i * 16 * TILE_ROW_BYTES, w + ((uint64_t)w_piece[i] + k8) * 16,
+            copy_async(target + stage + i * 16 * TILE_ROW_BYTES, x + (uint64_t)(x_piece[i] + k8) * 16, valid);
+            copy_async(target + stage + BYTES + i * 16 * TILE_ROW_BYTES, w + (uint64_t)(w_piece[i] + k8) * 16,
                        valid);
         }
     };

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Matrix-vector products for generated tokens: bound by reading the weights.
- * A warp takes two rows; lane l sums units of 64 weights l, l + 32, ... in
+ * A warp takes four rows; lane l sums units of 64 weights l, l + 32, ... in
  * float32, then one tree. Where a block has a scale, it is applied to the sum
  * of eight products, not to each weight.
  */
 #include "kernels/krn_cu_dequant.cuh"
 
 #define GEMV_WARPS 4
-#define GEMV_ROWS  4 /* of a warp, two at a time */
+#define GEMV_ROWS  4 /* of a warp */
 #define UNIT       68 /* floats of a unit in shared memory: 64 and 4 of padding */
 
 struct dot_sink {
@@ -47,10 +47,14 @@ DEV void load_vector(const uint16_t *x, uint32_t cols)
     __syncthreads();
 }
 
-template <uint32_t TYPE> DEV float2 dot_rows(const uint8_t *row0, const uint8_t *row1, uint32_t cols)
+struct rows {
+    const uint8_t *row[GEMV_ROWS];
+};
+
+template <uint32_t TYPE> DEV float4 dot_rows(const rows &r, uint32_t cols)
 {
     extern __shared__ __align__(16) float v[];
-    float2 sum = make_float2(0, 0);
+    float sum[GEMV_ROWS] = {0, 0, 0, 0};
     for (uint32_t k = threadIdx.x % 32 * 64; k < cols; k += 2048) {
         float x[64], sums[8];
         const float4 *p = (const float4 *)(v + k / 64 * UNIT);
@@ -70,58 +74,72 @@ template <uint32_t TYPE> DEV float2 dot_rows(const uint8_t *row0, const uint8_t 
                 sums[c] = __fadd_rn(sums[c], x[8 * c + i]);
         }
         const uint32_t n = cols - k < 64 ? cols - k : 64;
-        dot_sink a = {x, sums, sum.x}, b = {x, sums, sum.y};
-        dequant64<dot_sink, 8>(TYPE, row0, k, n, a);
-        dequant64<dot_sink, 8>(TYPE, row1, k, n, b);
-        sum = make_float2(a.sum, b.sum);
+#pragma unroll
+        for (int i = 0; i < GEMV_ROWS; i++) {
+            dot_sink dot = {x, sums, sum[i]};
+            dequant64<dot_sink, 8>(TYPE, r.row[i], k, n, dot);
+            sum[i] = dot.sum;
+        }
     }
-    return make_float2(warp_sum(sum.x), warp_sum(sum.y));
+    return make_float4(warp_sum(sum[0]), warp_sum(sum[1]), warp_sum(sum[2]), warp_sum(sum[3]));
 }
 
-/* Two rows times the vector in shared memory; every lane gets both. */
-static __device__ __noinline__ float2 dot2(uint32_t type, const uint8_t *row0, const uint8_t *row1, uint32_t cols)
+/* Four rows times the vector in shared memory; every lane gets all. */
+static __device__ __noinline__ float4 dot4(uint32_t type, rows r, uint32_t cols)
 {
-    __builtin_assume(__isGlobal(row0));
-    __builtin_assume(__isGlobal(row1));
+#pragma unroll
+    for (int i = 0; i < GEMV_ROWS; i++)
+        __builtin_assume(__isGlobal(r.row[i]));
     switch (type) {
     case KRN_Q4_K:
-        return dot_rows<KRN_Q4_K>(row0, row1, cols);
+        return dot_rows<KRN_Q4_K>(r, cols);
     case KRN_Q5_K:
-        return dot_rows<KRN_Q5_K>(row0, row1, cols);
+        return dot_rows<KRN_Q5_K>(r, cols);
     case KRN_Q6_K:
-        return dot_rows<KRN_Q6_K>(row0, row1, cols);
+        return dot_rows<KRN_Q6_K>(r, cols);
     case KRN_Q4_0:
-        return dot_rows<KRN_Q4_0>(row0, row1, cols);
+        return dot_rows<KRN_Q4_0>(r, cols);
     case KRN_Q8_0:
-        return dot_rows<KRN_Q8_0>(row0, row1, cols);
+        return dot_rows<KRN_Q8_0>(r, cols);
     case KRN_F16:
-        return dot_rows<KRN_F16>(row0, row1, cols);
+        return dot_rows<KRN_F16>(r, cols);
     case KRN_BF16:
-        return dot_rows<KRN_BF16>(row0, row1, cols);
+        return dot_rows<KRN_BF16>(r, cols);
     default:
-        return dot_rows<KRN_F32>(row0, row1, cols);
+        return dot_rows<KRN_F32>(r, cols);
     }
 }
 
-DEV const uint8_t *row_of(const krn_cu_matrix &m, const uint8_t *base, uint32_t row)
+/* Rows beyond the matrix: its last one, computed and not stored. */
+DEV float4 dot_of(const krn_cu_matrix &m, const uint8_t *base, uint32_t row)
 {
-    return base + m.data + (uint64_t)(row < m.rows ? row : m.rows - 1) * m.row_bytes;
+    rows r;
+#pragma unroll
+    for (uint32_t i = 0; i < GEMV_ROWS; i++)
+        r.row[i] = base + m.data + (uint64_t)(row + i < m.rows ? row + i : m.rows - 1) * m.row_bytes;
+    return dot4(m.type, r, m.cols);
 }
 
-KERNEL void __launch_bounds__(GEMV_WARPS * 32, 4) krn_cu_gemv(const __grid_constant__ krn_cu_gemv_args a)
+DEV float pick(const float4 &v, uint32_t i)
 {
-    const uint32_t token = blockIdx.y, lane = threadIdx.x % 32;
+    return i & 2 ? (i & 1 ? v.w : v.z) : i & 1 ? v.y : v.x;
+}
+
+DEV uint32_t first_row()
+{
+    return (blockIdx.x * GEMV_WARPS + threadIdx.x / 32) * GEMV_ROWS;
+}
+
+KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_gemv(const __grid_constant__ krn_cu_gemv_args a)
+{
+    const uint32_t token = blockIdx.y, lane = threadIdx.x % 32, row = first_row();
     load_vector(at<uint16_t>(a.x) + (uint64_t)token * a.m.cols, a.m.cols);
-#pragma unroll 1
-    for (uint32_t i = 0; i < GEMV_ROWS; i += 2) {
-        uint32_t row = (blockIdx.x * GEMV_WARPS + threadIdx.x / 32) * GEMV_ROWS + i;
-        if (row >= a.m.rows)
-            return;
-        float2 sum = dot2(a.m.type, row_of(a.m, nullptr, row), row_of(a.m, nullptr, row + 1), a.m.cols);
-        if (lane < 2 && row + lane < a.m.rows) {
-            float *y = at<float>(a.y) + (uint64_t)token * a.m.rows + row + lane, s = lane ? sum.y : sum.x;
-            *y = a.add ? *y + s : s;
-        }
+    if (row >= a.m.rows)
+        return;
+    const float4 sum = dot_of(a.m, nullptr, row);
+    if (lane < GEMV_ROWS && row + lane < a.m.rows) {
+        float *y = at<float>(a.y) + (uint64_t)token * a.m.rows + row + lane, s = pick(sum, lane);
+        *y = a.add ? *y + s : s;
     }
 }
 
@@ -136,37 +154,35 @@ DEV bool find_slot(const krn_cu_expert_args &a, krn_cu_job &job, uint32_t &posit
     return true;
 }
 
-KERNEL void __launch_bounds__(GEMV_WARPS * 32, 4) krn_cu_gate_up_gemv(const __grid_constant__ krn_cu_expert_args a)
+KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_gate_up_gemv(const __grid_constant__ krn_cu_expert_args a)
 {
     krn_cu_job job;
     uint32_t position;
     if (!find_slot(a, job, position))
         return;
     load_vector(at<uint16_t>(a.x) + (uint64_t)(at<uint32_t>(a.slots)[position] / a.top_k) * a.a.cols, a.a.cols);
-    const uint32_t row = (blockIdx.x * GEMV_WARPS + threadIdx.x / 32) * 2, lane = threadIdx.x % 32;
+    const uint32_t row = first_row(), lane = threadIdx.x % 32;
     if (row >= a.a.rows)
         return;
     const uint8_t *blob = at<uint8_t>(job.blob);
-    float2 g = dot2(a.a.type, row_of(a.a, blob, row), row_of(a.a, blob, row + 1), a.a.cols);
-    float2 u = dot2(a.b.type, row_of(a.b, blob, row), row_of(a.b, blob, row + 1), a.b.cols);
-    if (lane < 2 && row + lane < a.a.rows) {
-        float p = lane ? g.y : g.x, q = lane ? u.y : u.x;
+    const float4 g = dot_of(a.a, blob, row), u = dot_of(a.b, blob, row);
+    if (lane < GEMV_ROWS && row + lane < a.a.rows) {
+        float p = pick(g, lane), q = pick(u, lane);
         at<uint16_t>(a.y)[(uint64_t)position * a.a.rows + row + lane] = to_bf16(p / (1.0f + expf(-p)) * q);
     }
 }
 
-KERNEL void __launch_bounds__(GEMV_WARPS * 32, 4) krn_cu_down_gemv(const __grid_constant__ krn_cu_expert_args a)
+KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_down_gemv(const __grid_constant__ krn_cu_expert_args a)
 {
     krn_cu_job job;
     uint32_t position;
     if (!find_slot(a, job, position))
         return;
     load_vector(at<uint16_t>(a.x) + (uint64_t)position * a.a.cols, a.a.cols);
-    const uint32_t row = (blockIdx.x * GEMV_WARPS + threadIdx.x / 32) * 2, lane = threadIdx.x % 32;
+    const uint32_t row = first_row(), lane = threadIdx.x % 32;
     if (row >= a.a.rows)
         return;
-    const uint8_t *blob = at<uint8_t>(job.blob);
-    float2 sum = dot2(a.a.type, row_of(a.a, blob, row), row_of(a.a, blob, row + 1), a.a.cols);
-    if (lane < 2 && row + lane < a.a.rows)
-        at<float>(a.y)[(uint64_t)at<uint32_t>(a.slots)[position] * a.a.rows + row + lane] = lane ? sum.y : sum.x;
+    const float4 sum = dot_of(a.a, at<uint8_t>(job.blob), row);
+    if (lane < GEMV_ROWS && row + lane < a.a.rows)
+        at<float>(a.y)[(uint64_t)at<uint32_t>(a.slots)[position] * a.a.rows + row + lane] = pick(sum, lane);
 }

@@ -65,19 +65,23 @@ template <int WM, int WN, int MI_, bool PAIRED> struct warp_tile {
         return (m * WM + wm) * 16;
     }
 
+    /* A tile begins on a multiple of 128, so a piece's number is XOR-ed into the address itself. */
     template <int N> __device__ __forceinline__ void multiply(uint32_t a, uint32_t b)
     {
         const uint32_t sw = lane & 7;
+        a += (wm * 16 + (lane & 15)) * TILE_ROW_BYTES + (((lane >> 4) ^ sw) << 4);
+        b += (wn * NI * (PAIRED ? 4 : 8) + (lane >> 4) * 8 + sw) * TILE_ROW_BYTES + (((lane >> 3 & 1) ^ sw) << 4);
 #pragma unroll
         for (int kk = 0; kk < 4; kk++) {
             uint32_t af[N][4], bf[NI / 2][4];
-            const uint32_t pa = ((2 * kk + (lane >> 4)) ^ sw) << 4, pb = ((2 * kk + (lane >> 3 & 1)) ^ sw) << 4;
 #pragma unroll
             for (int m = 0; m < N; m++)
-                load_matrix(af[m], a + (row_m(m) + (lane & 15)) * TILE_ROW_BYTES + pa);
+                load_matrix(af[m], (a ^ kk << 5) + m * WM * 16 * TILE_ROW_BYTES);
 #pragma unroll
-            for (int n = 0; n < NI / 2; n++)
-                load_matrix(bf[n], b + (row_n(2 * n) + (lane >> 4) * 8 + (lane & 7)) * TILE_ROW_BYTES + pb);
+            for (int n = 0; n < NI / 2; n++) {
+                const uint32_t row = PAIRED && n >= NI / 4 ? 64 + (n - NI / 4) * 16 : n * 16;
+                load_matrix(bf[n], (b ^ kk << 5) + row * TILE_ROW_BYTES);
+            }
 #pragma unroll
             for (int m = 0; m < N; m++)
 #pragma unroll
