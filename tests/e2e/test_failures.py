@@ -101,6 +101,7 @@ def test_expertd_killed_worker_keeps_its_conversation(world, when):
     d.wait()
     if when != "between turns":
         world.until(lambda: "expertd" in chat.log(), what="the chat says what happened")
+        assert "expertd" in chat.hear()["error"]
     assert chat.process.poll() is None
     d = world.expertd()
     assert world.status()["adopted"]
@@ -252,6 +253,7 @@ def test_interrupt_cuts_a_turn_and_keeps_the_chat(world):
     streaming(world, chat.process)
     chat.process.send_signal(signal.SIGINT)
     world.until(lambda: "cancelled" in chat.log(), what="cancelled")
+    assert "cancelled" in chat.hear()["error"]
     assert fifth(chat.ask("And then?")) == want[1]
     assert chat.end() == 0
 

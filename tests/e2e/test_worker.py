@@ -28,6 +28,9 @@ class Chat:
 
     def turn(self, line):
         self.send(line)
+        return self.hear()
+
+    def hear(self):
         return json.loads(self.process.stdout.readline())
 
     def error(self):
@@ -116,7 +119,7 @@ def test_conversation_goes_on_after_expertd(world):
     time.sleep(0.4)
     daemon.kill()
     daemon.wait()
-    assert "expertd is gone" in chat.error()
+    assert "expertd is gone" in chat.error() and "expertd is gone" in chat.hear()["error"]
     daemon = world.expertd()
     again = chat.turn(LONG)
     assert again["attached_again"] and again["attach_ms"] < 1000
@@ -137,11 +140,11 @@ def test_cancel_in_chat(world):
     chat.send(LONG)
     time.sleep(0.2)
     chat.interrupt()
-    assert "cancelled" in chat.error()
+    assert "cancelled" in chat.error() and "cancelled" in chat.hear()["error"]
     chat.send("Tell me a story.")
     time.sleep(0.5)
     chat.interrupt()
-    cut = json.loads(chat.process.stdout.readline())
+    cut = chat.hear()
     assert cut["stop"] == "cancelled" and 0 < len(cut["generated_tokens"]) < 40
     assert "answer cut" in chat.error()
     n = min(len(cut["generated_tokens"]), 12)  # as if the cancelled turn had never been
