@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""inferd's choice of a device; and, on a driver without a GPU, the order of
+what a pass enqueues and how a wait that nobody will fulfil ends. Kernels do not
+run there, so no routing set is ever published: the full policy goes through,
+the routed one waits for ever.
+"""
+import collections
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import BUILD, INFERD, SLOW, die_with_parent
+
+FAKE = BUILD / "tests/unit/libfakecuda.so"
+LAYERS, EXPERTS, RING = 5, 48, 20
+GROUPS = -(-EXPERTS // (RING // 2))  # of a layer
+
+
+@pytest.fixture
+def fake(world, monkeypatch):
+    if not FAKE.exists():
+        pytest.skip("the fake driver is not built")
+    monkeypatch.setenv("EXPERTD_CUDA_LIBRARY", str(FAKE))
+    world.expertd("--device", "cuda")
+    r = world.inferd("run", "--device", "cuda", "--prompt", "x", "-n", 1, "--stream", "full", "--floor", 1, check=False)
+    if "not in this program" in r.stderr:
+        pytest.skip("built without nvcc")
+    assert r.returncode == 0, r.stderr
+    return world
+
+
+def test_no_driver(world, monkeypatch):
+    """cuda says why and ends, auto computes on the host, says so, and answers the same."""
+    monkeypatch.setenv("EXPERTD_CUDA_LIBRARY", "/nonexistent/libcuda.so")
+    world.expertd()
+    options = ["--prompt", "A fox", "-n", 8, "--temperature", 0]
+    for device in ("cuda", "cuda:1"):
+        r = world.inferd("run", "--device", device, *options, check=False)
+        assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
+        assert "no CUDA driver" in r.stderr and "--device host" in r.stderr, r.stderr
+    host, auto = world.run("--device", "host", *options), world.run(*options)
+    assert host["text"] == auto["text"] and host["text"]
+    assert host["device"].startswith("host") and host["device_note"] is None
+    assert auto["device"].startswith("host") and "no CUDA driver" in auto["device_note"]
+    assert world.inferd("run", *options, "-v").stderr.count("no CUDA driver") == 1
+    assert "no CUDA driver" not in world.inferd("run", *options).stderr
+
+
+def test_a_host_expertd_and_a_worker_with_a_gpu(world, monkeypatch):
+    if not FAKE.exists():
+        pytest.skip("the fake driver is not built")
+    world.expertd("--device", "host")
+    monkeypatch.setenv("EXPERTD_CUDA_LIBRARY", str(FAKE))
+    options = ["--prompt", "A fox", "-n", 2]
+    r = world.inferd("run", "--device", "cuda", *options, check=False)
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
+    if "not in this program" in r.stderr:
+        pytest.skip("built without nvcc")
+    assert "host device only" in r.stderr
+    auto = world.run(*options)
+    assert auto["device"].startswith("host") and "host device only" in auto["device_note"]
+
+
+def pass_calls(log):
+    """Calls of the busiest stream, in order: (call, first argument)."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    waits = collections.Counter(f[2] for f in lines if f[1] == "cuStreamWaitValue32")
+    stream = waits.most_common(1)[0][0]
+    return [(f[1], f[3]) for f in lines if f[2] == stream]
+
+
+def test_order_of_a_pass(fake, tmp_path, monkeypatch):
+    log = tmp_path / "calls.log"
+    monkeypatch.setenv("FAKECUDA_LOG", str(log))
+    r = fake.run("--device", "cuda", "--prompt", "A fox and a hen", "-n", 1, "--stream", "full", "--floor", 1, "--ring",
+                 RING)
+    assert r["stream"]["copied"] == LAYERS * EXPERTS
+    calls = pass_calls(log)
+    first = next(i for i, c in enumerate(calls) if c[0] == "cuStreamWaitValue32")
+    last = max(i for i, c in enumerate(calls) if c[0] == "cuStreamWriteValue64")
+    inside = calls[first:last + 1]
+    assert {c for c, _ in inside} == {"cuStreamWaitValue32", "cuStreamWriteValue64", "cuStreamWriteValue32",
+                                      "cuLaunchKernel"}, "something in a pass waits for the host"
+    order = [(c, int(v)) for c, v in inside if c in ("cuStreamWaitValue32", "cuStreamWriteValue64")]
+    expect = []
+    for group in range(1, LAYERS * GROUPS + 1):
+        expect += [("cuStreamWaitValue32", group), ("cuStreamWriteValue64", group)]
+    assert order == expect, "each group is waited for, then released, in order"
+    between = "".join({"cuStreamWaitValue32": "w", "cuStreamWriteValue64": "r", "cuLaunchKernel": "k"}.get(c, "")
+                      for c, _ in inside)
+    for group in between.split("w")[1:]:
+        assert group.index("r") == 3 and group[:3] == "kkk", "plan, gate and up, down between wait and release"
+
+
+def test_small_chunks_take_a_layer_at_once(fake, tmp_path, monkeypatch):
+    """Below the floor all that can be routed fits in the ring: one wait a layer. (Demand never comes here:
+    cancelled.)"""
+    log = tmp_path / "calls.log"
+    monkeypatch.setenv("FAKECUDA_LOG", str(log))
+    r = fake.inferd("run", "--device", "cuda", "--prompt", "x", "--raw", "-n", 1, "--ring", 2 * EXPERTS, "--watchdog", 1,
+                    check=False)
+    assert r.returncode == 1
+    waits = [int(v) for c, v in pass_calls(log) if c == "cuStreamWaitValue32"]
+    assert waits == [3 * (layer + 1) for layer in range(LAYERS)], "48 experts are 3 groups of 16"
+
+
+def test_stuck_waits_end(fake):
+    routed = ["run", *fake.where(), "--device", "cuda", "--prompt", "A fox", "-n", 4, "--floor", 1]
+
+    def start(*options):
+        return subprocess.Popen(list(map(str, [INFERD, *routed, *options])), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                text=True, preexec_fn=die_with_parent)
+
+    p = start("--watchdog", 1)
+    line = p.communicate(timeout=10 * SLOW)[1]
+    assert p.returncode == 1 and len(line.splitlines()) == 1, line
+    for word in ("no progress", "stream 1", "layer", "flag", "landed_groups"):
+        assert word in line, line
+
+    p = start()
+    fake.until(lambda: fake.status()["workers"], what="attached")
+    time.sleep(0.3 * SLOW)
+    p.send_signal(signal.SIGINT)
+    line = p.communicate(timeout=5 * SLOW)[1]
+    assert p.returncode == 130 and "cancelled" in line, line
+
+    fake.until(lambda: not fake.status()["workers"], what="detached")
+    p = start()
+    fake.until(lambda: fake.status()["workers"], what="attached")
+    time.sleep(0.3 * SLOW)
+    os.kill(next(x.pid for x in fake.processes if x.poll() is None), signal.SIGKILL)
+    line = p.communicate(timeout=5 * SLOW)[1]
+    assert p.returncode == 1 and "expertd is gone" in line and len(line.splitlines()) == 1, line
