@@ -9,12 +9,17 @@
 
 #include "kernels/krn_cuda.h"
 #include "shm/shm_arena.h"
+#include "shm/shm_word.h"
 
 #include <stdatomic.h>
 
-#define EXD_DEVICES_MAX 64
+#define EXD_DEVICES_MAX SHM_DEVICE_GPUS_MAX
 
-enum exd_device_kind { EXD_DEVICE_AUTO, EXD_DEVICE_HOST, EXD_DEVICE_CUDA };
+enum exd_device_kind {
+    EXD_DEVICE_AUTO = SHM_DEVICE_AUTO,
+    EXD_DEVICE_HOST = SHM_DEVICE_HOST,
+    EXD_DEVICE_CUDA = SHM_DEVICE_CUDA
+};
 
 struct exd_device;
 

@@ -3,6 +3,7 @@
 
 #include "expertd/exd_log.h"
 #include "expertd/exd_stream.h"
+#include "shm/shm_word.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -188,8 +189,9 @@ static uint32_t wait_landed(struct exd_issuer *i, struct shm_error *err)
 
 static void tell_held_off(struct exd_issuer *i, const struct exd_stream_plan *plan)
 {
-    const char *why = exd_stream_held_off_text(plan->held_off);
-    if (!why || i->held_off_told & 1u << plan->held_off)
+    const char *why = shm_held_off_text(plan->held_off);
+    if (!why || plan->held_off == SHM_HELD_POLICY /* set on purpose */ ||
+        i->held_off_told & 1u << plan->held_off)
         return;
     i->held_off_told |= 1u << plan->held_off;
     exd_log(EXD_LOG_INFO, "worker %s: routed stream held off for a chunk of %u tokens: %s (floor %u)",

@@ -2,11 +2,11 @@
 #include "expertd/exd_options.h"
 
 #include "expertd/exd_log.h"
+#include "shm/shm_word.h"
 #include "shm/shm_worker.h"
 
 #include <argp.h>
 #include <errno.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -85,67 +85,20 @@ struct parse {
 static int parse_u32(const char *name, const char *text, uint32_t low, uint32_t high, uint32_t *ret,
                      struct shm_error *err)
 {
-    char *end;
-    errno = 0;
-    unsigned long long v = strtoull(text, &end, 10);
-    if (errno || end == text || *end || text[0] == '-' || v < low || v > high)
-        return shm_error_set(err, EINVAL, "%s: '%.40s' is not a whole number from %u to %u", name, text, low,
-                             high);
-    *ret = (uint32_t)v;
-    return 0;
+    uint64_t value;
+    int rc = shm_number_parse(name, text, low, high, &value, err);
+    if (rc == 0)
+        *ret = (uint32_t)value;
+    return rc;
 }
-
-static int parse_double(const char *name, const char *text, double high, double *ret, struct shm_error *err)
-{
-    char *end;
-    errno = 0;
-    double v = strtod(text, &end);
-    if (errno || end == text || *end || !(v >= 0 && v <= high))
-        return shm_error_set(err, EINVAL, "%s: '%.40s' is not a number from 0 to %g", name, text, high);
-    *ret = v;
-    return 0;
-}
-
-static int parse_word(const char *name, const char *text, const char *const *words, uint32_t *ret,
-                      struct shm_error *err)
-{
-    char list[128] = "";
-    for (uint32_t i = 0; words[i]; i++) {
-        if (strcmp(text, words[i]) == 0) {
-            *ret = i + 1;
-            return 0;
-        }
-        strncat(list, i ? ", " : "", sizeof(list) - strlen(list) - 1);
-        strncat(list, words[i], sizeof(list) - strlen(list) - 1);
-    }
-    return shm_error_set(err, EINVAL, "%s: '%.40s' is not one of %s", name, text, list);
-}
-
-static const char *const policies[] = {"full", "routed", NULL};             /* SHM_POLICY_FULL, _ROUTED */
-static const char *const orders[] = {"index", "recent", "predicted", NULL}; /* SHM_ORDER_* */
-_Static_assert(SHM_POLICY_FULL == 1 && SHM_POLICY_ROUTED == 2 && SHM_ORDER_INDEX == 1 &&
-                   SHM_ORDER_RECENT == 2 && SHM_ORDER_PREDICTED == 3,
-               "the word lists follow these numbers");
 
 static int parse_device(const char *text, struct exd_options *o, struct shm_error *err)
 {
-    static const char *const words[] = {"auto", "host", "cuda"};
-    o->device_ordinal = -1;
-    for (int i = 0; i < 3; i++)
-        if (strcmp(text, words[i]) == 0) {
-            o->device = (enum exd_device_kind)i;
-            return 0;
-        }
-    char *end;
-    if (strncmp(text, "cuda:", 5) == 0 && text[5] >= '0' && text[5] <= '9') {
-        unsigned long ordinal = strtoul(text + 5, &end, 10);
-        if (!*end && ordinal < EXD_DEVICES_MAX) {
-            o->device = EXD_DEVICE_CUDA;
-            o->device_ordinal = (int)ordinal;
-            return 0;
-        }
-    }
-    return shm_error_set(err, EINVAL, "--device: '%.40s' is not one of auto, host, cuda[:N]", text);
+    uint32_t device;
+    int rc = shm_device_parse("--device", text, &device, &o->device_ordinal, err);
+    if (rc == 0)
+        o->device = (enum exd_device_kind)device;
+    return rc;
 }
 
 static int apply(struct exd_options *o, int key, const char *arg, struct shm_error *err)
@@ -171,7 +124,7 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
     case KEY_DEVICE:
         return parse_device(arg, o, err);
     case KEY_STREAM:
-        return parse_word("--stream", arg, policies, &o->stream.policy, err);
+        return shm_policy_parse("--stream", arg, &o->stream.policy, err);
     case KEY_DEPTH:
         return parse_u32("--depth", arg, 1, SHM_RING_MAX, &o->stream.depth, err);
     case KEY_FLOOR:
@@ -181,11 +134,11 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
             o->stream.floor = 1;
         return rc;
     case KEY_ORDER:
-        return parse_word("--order", arg, orders, &o->stream.order, err);
+        return shm_order_parse("--order", arg, &o->stream.order, err);
     case KEY_LINK_GBPS:
-        return parse_double("--link-gbps", arg, 1e6, &o->link_gbps, err);
+        return shm_real_parse("--link-gbps", arg, 0, 1e6, &o->link_gbps, err);
     case KEY_LINK_LATENCY:
-        return parse_double("--link-latency-us", arg, 1e6, &o->link_latency_us, err);
+        return shm_real_parse("--link-latency-us", arg, 0, 1e6, &o->link_latency_us, err);
     case KEY_IO:
         if (exd_reader_parse_io(arg, &o->io) < 0)
             return shm_error_set(err, EINVAL, "--io: '%.40s' is not one of auto, uring, pread", arg);

@@ -2,6 +2,7 @@
 #include "expertd/exd_stream.h"
 
 #include "expertd/exd_log.h"
+#include "shm/shm_word.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -471,17 +472,4 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
 uint64_t exd_stream_end_group(const struct exd_stream *s)
 {
     return s->group_base + s->groups;
-}
-
-const char *exd_stream_held_off_text(uint32_t held_off)
-{
-    switch (held_off) {
-    case SHM_HELD_FLOOR:
-        return "below the floor only routed experts move, after the router (--floor)";
-    case SHM_HELD_PREDICTION:
-        return "order predicted needs predictions that this worker does not publish; order recent is used "
-               "(--order)";
-    default:
-        return NULL; /* set on purpose */
-    }
 }

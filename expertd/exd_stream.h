@@ -58,7 +58,4 @@ void exd_stream_end(struct exd_stream *stream, uint32_t result, uint64_t drain_n
 /* Number of the first group after the stream. */
 uint64_t exd_stream_end_group(const struct exd_stream *stream);
 
-/* One clause, or NULL for a reason that needs no word. */
-const char *exd_stream_held_off_text(uint32_t held_off);
-
 #endif

@@ -197,26 +197,3 @@ int inf_read(struct inf_engine *e, struct inf_conversation *c, const int32_t *id
     }
     return 0;
 }
-
-const char *inf_policy_name(uint32_t policy)
-{
-    static const char *const name[] = {"default", "full", "routed", "demand"};
-    return policy < sizeof name / sizeof name[0] ? name[policy] : "unknown";
-}
-
-const char *inf_order_name(uint32_t order)
-{
-    static const char *const name[] = {"default", "index", "recent", "predicted"};
-    return order < sizeof name / sizeof name[0] ? name[order] : "unknown";
-}
-
-const char *inf_held_off_text(uint32_t held_off)
-{
-    static const char *const text[] = {
-        NULL,
-        "chunk below the floor: only routed experts are copied, after the router",
-        "the policy is set to full",
-        "order predicted, but no predictions: recent is used",
-    };
-    return held_off < sizeof text / sizeof text[0] ? text[held_off] : "unknown reason";
-}

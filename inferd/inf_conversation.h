@@ -78,10 +78,4 @@ struct inf_read_options {
 int inf_read(struct inf_engine *engine, struct inf_conversation *conversation, const int32_t *ids, size_t n,
              const struct inf_read_options *options, struct shm_error *err);
 
-/* Names for reports: "full", "routed", "demand"; "index", "recent",
- * "predicted"; a held-off reason in words, NULL for none. */
-const char *inf_policy_name(uint32_t policy);
-const char *inf_order_name(uint32_t order);
-const char *inf_held_off_text(uint32_t held_off);
-
 #endif

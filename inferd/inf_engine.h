@@ -13,8 +13,13 @@
 #include "inferd/inf_device.h"
 #include "inferd/inf_store.h"
 #include "inferd/inf_tokenizer.h"
+#include "shm/shm_word.h"
 
-enum inf_device_choice { INF_DEVICE_AUTO, INF_DEVICE_HOST, INF_DEVICE_CUDA };
+enum inf_device_choice {
+    INF_DEVICE_AUTO = SHM_DEVICE_AUTO,
+    INF_DEVICE_HOST = SHM_DEVICE_HOST,
+    INF_DEVICE_CUDA = SHM_DEVICE_CUDA
+};
 
 #define INF_CHUNK_MAX (1u << 20)
 

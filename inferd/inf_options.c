@@ -2,6 +2,7 @@
 #include "inferd/inf_options.h"
 
 #include "inferd/inf_conversation.h"
+#include "shm/shm_word.h"
 
 #include <argp.h>
 #include <errno.h>
@@ -126,15 +127,20 @@ static const struct group {
 };
 #define ENTRIES (sizeof table / sizeof table[0])
 
+/* What a parser of shm_word.h says, through argp. */
+static void complain(struct argp_state *state, const struct shm_error *err)
+{
+    if (err->code)
+        argp_error(state, "%s", shm_error_text(err));
+}
+
 static uint64_t number(struct argp_state *state, const char *option, const char *arg, uint64_t low,
                        uint64_t high)
 {
-    char *end;
-    errno = 0;
-    unsigned long long value = strtoull(arg, &end, 10);
-    if (errno || end == arg || *end || arg[0] == '-' || value < low || value > high)
-        argp_error(state, "%s: '%s' is not a number from %llu to %llu", option, arg, (unsigned long long)low,
-                   (unsigned long long)high);
+    struct shm_error err = {0};
+    uint64_t value = 0;
+    shm_number_parse(option, arg, low, high, &value, &err);
+    complain(state, &err);
     return value;
 }
 
@@ -147,37 +153,29 @@ static double real(struct argp_state *state, const char *option, const char *arg
     return value;
 }
 
-/* Index of arg among the names, counted from 1. */
-static uint32_t choice(struct argp_state *state, const char *option, const char *arg,
-                       const char *const *names)
+/* Of the paced link; below 0 means none. */
+static double pace(struct argp_state *state, const char *option, const char *arg)
 {
-    char all[128] = "";
-    for (uint32_t i = 0; names[i]; i++) {
-        if (strcmp(arg, names[i]) == 0)
-            return i + 1;
-        snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : "", names[i]);
-    }
-    argp_error(state, "%s: '%s' is none of %s", option, arg, all);
-    return 0;
+    struct shm_error err = {0};
+    double value = 0;
+    shm_real_parse(option, arg, -1, 1e6, &value, &err);
+    complain(state, &err);
+    return value;
 }
 
 static void choose_device(struct argp_state *state, const char *arg, struct inf_engine_config *e)
 {
-    static const char *const names[] = {"auto", "host", "cuda", NULL};
-    e->gpu = -1;
-    if (strncmp(arg, "cuda:", 5) == 0) {
-        e->device = INF_DEVICE_CUDA;
-        e->gpu = (int)number(state, "--device cuda:N", arg + 5, 0, 255);
-        return;
-    }
-    e->device = (enum inf_device_choice)(choice(state, "--device", arg, names) - 1);
+    struct shm_error err = {0};
+    uint32_t device = SHM_DEVICE_AUTO;
+    shm_device_parse("--device", arg, &device, &e->gpu, &err);
+    complain(state, &err);
+    e->device = (enum inf_device_choice)device;
 }
 
 static error_t parse_engine(int key, char *arg, struct argp_state *state, struct inf_options *o)
 {
-    static const char *const policies[] = {"full", "routed", NULL};
-    static const char *const orders[] = {"index", "recent", "predicted", NULL};
     struct inf_store_config *s = &o->engine.store;
+    struct shm_error err = {0};
     switch (key) {
     case KEY_INSTANCE:
         s->instance = arg;
@@ -205,22 +203,22 @@ static error_t parse_engine(int key, char *arg, struct argp_state *state, struct
         s->ring = (uint32_t)number(state, "--ring", arg, 1, SHM_RING_MAX);
         break;
     case KEY_STREAM:
-        s->policy = choice(state, "--stream", arg, policies);
+        shm_policy_parse("--stream", arg, &s->policy, &err);
         break;
     case KEY_ORDER:
-        s->order = choice(state, "--order", arg, orders);
+        shm_order_parse("--order", arg, &s->order, &err);
         break;
     case KEY_DEPTH:
         s->depth = (uint32_t)number(state, "--depth", arg, 1, SHM_RING_MAX);
         break;
     case KEY_FLOOR:
-        s->floor = (uint32_t)number(state, "--floor", arg, 1, UINT32_MAX - 1);
+        s->floor = (uint32_t)number(state, "--floor", arg, 1, UINT32_MAX);
         break;
     case KEY_GBPS:
-        s->link_gbps = real(state, "--link-gbps", arg);
+        s->link_gbps = pace(state, "--link-gbps", arg);
         break;
     case KEY_LATENCY:
-        s->link_latency_us = real(state, "--link-latency-us", arg);
+        s->link_latency_us = pace(state, "--link-latency-us", arg);
         break;
     case KEY_RESIDENT:
         s->resident = (uint32_t)number(state, "--resident", arg, 0, SHM_EXPERTS_MAX);
@@ -234,6 +232,7 @@ static error_t parse_engine(int key, char *arg, struct argp_state *state, struct
     default:
         return ARGP_ERR_UNKNOWN;
     }
+    complain(state, &err);
     return 0;
 }
 

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_turn.h"
 
+#include "shm/shm_word.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -254,11 +256,11 @@ void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE
         f,
         "stream: %s, order %s, depth %u, ring %u: of %llu entries %llu copied, %llu dropped, %llu wasted; "
         "%.1f MB, link %.1f ms, waited %.1f ms\n",
-        inf_policy_name(s->policy), inf_order_name(s->order), s->depth, s->ring,
+        shm_policy_name(s->policy), shm_order_name(s->order), s->depth, s->ring,
         (unsigned long long)s->entries, (unsigned long long)s->copied, (unsigned long long)s->dropped,
         (unsigned long long)s->wasted, (double)s->bytes / 1e6, ms(s->link_ns), ms(s->wait_ns));
-    if (inf_held_off_text(s->held_off))
-        fprintf(f, "held off: %s\n", inf_held_off_text(s->held_off));
+    if (shm_held_off_text(s->held_off))
+        fprintf(f, "held off: %s\n", shm_held_off_text(s->held_off));
     if (t->options->hash)
         fprintf(f, "logits hash: %016llx\n", (unsigned long long)turn->hash);
     if (t->options->verbose)
@@ -268,7 +270,7 @@ void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE
 static json_t *stream_json(const struct inf_stream_sum *s)
 {
     return json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:I, s:I, s:I}", "policy",
-                     inf_policy_name(s->policy), "order", inf_order_name(s->order), "depth",
+                     shm_policy_name(s->policy), "order", shm_order_name(s->order), "depth",
                      (json_int_t)s->depth, "ring", (json_int_t)s->ring, "entries", (json_int_t)s->entries,
                      "copied", (json_int_t)s->copied, "dropped", (json_int_t)s->dropped, "wasted",
                      (json_int_t)s->wasted, "bytes_copied", (json_int_t)s->bytes, "link_ms", ms(s->link_ns),
@@ -285,8 +287,8 @@ static json_t *chunks_json(const struct inf_turn *turn)
         json_array_append_new(
             list, json_pack("{s:I, s:I, s:f, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I}",
                             "position", (json_int_t)c->position, "tokens", (json_int_t)c->tokens, "ms",
-                            ms(c->ns), "policy", inf_policy_name(r->policy), "order",
-                            inf_order_name(r->order), "entries", (json_int_t)r->entries, "routed",
+                            ms(c->ns), "policy", shm_policy_name(r->policy), "order",
+                            shm_order_name(r->order), "entries", (json_int_t)r->entries, "routed",
                             (json_int_t)r->routed, "copied", (json_int_t)r->copied, "dropped",
                             (json_int_t)r->dropped, "wasted", (json_int_t)r->wasted, "bytes_copied",
                             (json_int_t)r->bytes, "link_ms", ms(r->link_ns), "span_ms", ms(r->span_ns),
@@ -300,7 +302,7 @@ json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
     const struct inf_engine *e = t->engine;
     const struct inf_times *at = &e->device->times;
     const struct inf_phases *p = &e->phases;
-    const char *held = inf_held_off_text(turn->read.held_off);
+    const char *held = shm_held_off_text(turn->read.held_off);
     json_t *ids = json_array();
     for (size_t i = 0; i < turn->generated.n; i++)
         json_array_append_new(ids, json_integer(turn->generated.ids[i]));

@@ -4,26 +4,6 @@
 #include <errno.h>
 #include <string.h>
 
-#define NAME(table, value) ((value) < sizeof(table) / sizeof *(table) ? (table)[value] : "?")
-
-const char *shm_policy_name(uint32_t policy)
-{
-    static const char *const names[] = {"default", "full", "routed", "demand"};
-    return NAME(names, policy);
-}
-
-const char *shm_order_name(uint32_t order)
-{
-    static const char *const names[] = {"default", "index", "recent", "predicted"};
-    return NAME(names, order);
-}
-
-const char *shm_result_name(uint32_t result)
-{
-    static const char *const names[] = {"running", "ok", "cancelled", "failed"};
-    return NAME(names, result);
-}
-
 static int check_range(const char *field, uint64_t value, uint64_t low, uint64_t high, struct shm_error *err)
 {
     if (value >= low && value <= high)

@@ -67,7 +67,7 @@
 #define SHM_REPORTS      64               /* chunk reports kept, power of two */
 #define SHM_CACHE_LINE   64
 
-/* Values of 32-bit fields. Not enums: their width is the compiler's choice. */
+/* Values of 32-bit fields. Not enums: their width is the compiler's choice. Their words: shm_word.h. */
 #define SHM_POLICY_DEFAULT 0u /* as expertd was started */
 #define SHM_POLICY_FULL    1u
 #define SHM_POLICY_ROUTED  2u
@@ -88,11 +88,6 @@
 #define SHM_HELD_FLOOR      1u /* chunk below the floor: demand */
 #define SHM_HELD_POLICY     2u /* the policy is set to full */
 #define SHM_HELD_PREDICTION 3u /* order predicted without predictions: recent is used; still routed */
-
-/* Their names in reports and options; "?" for a value that is none. */
-const char *shm_policy_name(uint32_t policy);
-const char *shm_order_name(uint32_t order);
-const char *shm_result_name(uint32_t result);
 
 /* Slot-table entry: state in the top 2 bits, then group within the layer (10 bits), then slot (20 bits). */
 #define SHM_ENTRY_NONE     0u /* not decided yet */

@@ -13,6 +13,7 @@
 #define CTL_H
 
 #include "proto/prt_client.h"
+#include "shm/shm_word.h"
 #include "shm/shm_worker.h"
 
 #include <jansson.h>
@@ -61,8 +62,7 @@ struct ctl_snapshot {
 void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_snapshot *ret_snapshot);
 void ctl_snapshot_free(struct ctl_snapshot *snapshot);
 
-/* Names of the values of shm_worker.h and shm_store.h; "?" for unknown ones. */
-const char *ctl_held_off(uint32_t held_off);
+/* Name of a SHM_STORE_* state; "?" for an unknown one. */
 const char *ctl_state(uint32_t state);
 
 /* Where a slot is in its life. */

@@ -108,7 +108,7 @@ json_t *ctl_json_report(const struct shm_report *r)
     set_text(o, "order", shm_order_name(r->order));
     set_int(o, "depth", r->depth);
     set_int(o, "ring", r->ring);
-    set_text(o, "held_off", ctl_held_off(r->held_off));
+    set_text(o, "held_off", shm_held_off_name(r->held_off));
     set_text(o, "result", shm_result_name(r->result));
     set_int(o, "routed", r->routed);
     set_int(o, "entries", r->entries);
@@ -147,7 +147,7 @@ json_t *ctl_json_worker(const struct ctl_worker *w)
     set_text(o, "policy", shm_policy_name(w->policy));
     set_text(o, "order", shm_order_name(w->order));
     set_int(o, "depth", w->depth);
-    set_text(o, "held_off", ctl_held_off(w->held_off));
+    set_text(o, "held_off", shm_held_off_name(w->held_off));
     set_text(o, "last_result", shm_result_name(w->result));
     set_bool(o, "detached", w->detached != 0);
     set_int(o, "issue_layer", w->issue_layer);

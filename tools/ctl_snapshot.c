@@ -11,12 +11,6 @@
 
 #define NAME(table, value) ((value) < sizeof table / sizeof *table && table[value] ? table[value] : "?")
 
-const char *ctl_held_off(uint32_t held_off)
-{
-    static const char *const names[] = {"no", "below the floor", "policy full", "no predictions"};
-    return NAME(names, held_off);
-}
-
 const char *ctl_state(uint32_t state)
 {
     static const char *const names[] = {"?", "starting", "loading", "serving", "draining", "stopped"};

@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 
 #include "proto/prt_file.h"
+#include "shm/shm_word.h"
 
 #include <argp.h>
 #include <errno.h>
@@ -74,9 +75,9 @@ static void parse_setting(struct argp_state *state, struct bench_options *o, con
     unsigned depth = 0;
     memset(a, 0, sizeof *a);
     int fields = sscanf(text, "%15[a-z]/%15[a-z]/%7u%1s", a->policy, order, &depth, rest);
-    bool known = strcmp(a->policy, "full") == 0 || strcmp(a->policy, "routed") == 0;
-    bool ordered = !*order || strcmp(order, "index") == 0 || strcmp(order, "recent") == 0 ||
-                   strcmp(order, "predicted") == 0;
+    uint32_t value;
+    bool known = !shm_policy_parse("", a->policy, &value, NULL);
+    bool ordered = !*order || !shm_order_parse("", order, &value, NULL);
     size_t slashes = 0;
     for (const char *c = text; *c; c++)
         slashes += *c == '/';
