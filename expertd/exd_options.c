@@ -7,6 +7,7 @@
 
 #include <argp.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -128,11 +129,8 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
     case KEY_DEPTH:
         return parse_u32("--depth", arg, 1, SHM_RING_MAX, &o->stream.depth, err);
     case KEY_FLOOR:
-        /* 0 means "keep" further down; a floor of one token is the same thing */
-        rc = parse_u32("--floor", arg, 0, UINT32_MAX, &o->stream.floor, err);
-        if (rc == 0 && o->stream.floor == 0)
-            o->stream.floor = 1;
-        return rc;
+        /* one token: no chunk is below it. 0 means "keep" further down, so it is no setting */
+        return parse_u32("--floor", arg, 1, UINT32_MAX, &o->stream.floor, err);
     case KEY_ORDER:
         return shm_order_parse("--order", arg, &o->stream.order, err);
     case KEY_LINK_GBPS:
@@ -238,6 +236,12 @@ int exd_options_parse(int argc, char **argv, struct exd_options *ret_options, st
         return shm_error_set(err, rc, "options: %s", strerror(rc));
     if (!p.options.model)
         return shm_error_set(err, EINVAL, "no model: give one with --model FILE (see expertd --help)");
+    /* before anything is opened, so that the number can't be a descriptor of our own */
+    if (p.options.ready_fd >= 0 && fcntl(p.options.ready_fd, F_GETFD) < 0)
+        return shm_error_set(err, EBADF,
+                             "--ready-fd: descriptor %d is not open: give the number of one that the starter "
+                             "passes on",
+                             p.options.ready_fd);
     if (p.options.quiet && p.options.log_level > EXD_LOG_WARNING)
         p.options.log_level = EXD_LOG_WARNING;
     *ret_options = p.options;
