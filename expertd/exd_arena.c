@@ -417,26 +417,3 @@ int exd_arena_seal(struct exd_arena *arena, struct shm_error *err)
     atomic_store_explicit(&h->state, SHM_ARENA_COMPLETE, memory_order_release);
     return 0;
 }
-
-int exd_arena_verify(const struct exd_arena *arena, uint32_t threads, struct shm_error *err)
-{
-    struct shm_verify_result result;
-    struct shm_error why = {0};
-    int rc = shm_verify(&arena->view, threads, NULL, NULL, &result, &why);
-    if (rc)
-        return shm_error_set(err, rc, "%s: %s", arena->path, shm_error_text(&why));
-    return 0;
-}
-
-int exd_arena_remove(const struct exd_arena_config *config, struct shm_error *err)
-{
-    struct exd_arena a = {0};
-    int rc = exd_place_open(config, false, &a.place, err);
-    if (rc == -ENOENT)
-        return 0;
-    if (rc)
-        return rc;
-    remove_files(&a);
-    exd_place_close(&a.place, true);
-    return 0;
-}

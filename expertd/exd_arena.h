@@ -121,11 +121,4 @@ void exd_arena_unit_done(struct exd_arena *arena, uint32_t unit, uint64_t sum);
  * COMPLETE (release). -EBADMSG if a unit is missing; on a disk also what fsync says. */
 int exd_arena_seal(struct exd_arena *arena, struct shm_error *err);
 
-/* Recomputes all checksums: shm_verify() with the arena's name in the line. */
-int exd_arena_verify(const struct exd_arena *arena, uint32_t threads, struct shm_error *err);
-
-/* Removes the arena of an instance that no expertd uses (0 also when there is
- * none; -EBUSY when in use). */
-int exd_arena_remove(const struct exd_arena_config *config, struct shm_error *err);
-
 #endif

@@ -122,10 +122,9 @@ bool exd_gguf_has(const struct exd_gguf *gguf, const char *key);
 
 /* Typed values. All return 0, -ENOENT (no such key) or -EINVAL (another type, or
  * out of range), the latter two with a line that names file, key and what was
- * found. u32 and u64 take any integer type whose value fits; f32 takes f32 and
+ * found. u32 takes any integer type whose value fits; f32 takes f32 and
  * f64. Nothing is written on failure. */
 int exd_gguf_u32(const struct exd_gguf *gguf, const char *key, uint32_t *ret_value, struct shm_error *err);
-int exd_gguf_u64(const struct exd_gguf *gguf, const char *key, uint64_t *ret_value, struct shm_error *err);
 int exd_gguf_f32(const struct exd_gguf *gguf, const char *key, float *ret_value, struct shm_error *err);
 int exd_gguf_bool(const struct exd_gguf *gguf, const char *key, bool *ret_value, struct shm_error *err);
 int exd_gguf_str(const struct exd_gguf *gguf, const char *key, struct exd_str *ret_value,

@@ -69,7 +69,7 @@ uint32_t exd_gguf_value_bytes(uint32_t type);
  * at most budget bytes of header. On failure the caller frees part. */
 int exd_gguf_parse(struct exd_gguf_part *part, const uint8_t *memory, uint64_t budget, struct shm_error *err);
 
-/* An integer key of one shard, as exd_gguf_u64(). */
+/* An integer key of one shard: as exd_gguf_u32(), of 64 bits. */
 int exd_gguf_part_u64(const struct exd_gguf_part *part, const char *key, uint64_t *ret_value,
                       struct shm_error *err);
 const struct exd_gguf_kv *exd_gguf_part_find(const struct exd_gguf_part *part, const char *key);

@@ -152,11 +152,6 @@ int exd_gguf_part_u64(const struct exd_gguf_part *part, const char *key, uint64_
     return get_integer(part, key, UINT64_MAX, ret_value, err);
 }
 
-int exd_gguf_u64(const struct exd_gguf *gguf, const char *key, uint64_t *ret_value, struct shm_error *err)
-{
-    return get_integer(&gguf->part[0], key, UINT64_MAX, ret_value, err);
-}
-
 int exd_gguf_u32(const struct exd_gguf *gguf, const char *key, uint32_t *ret_value, struct shm_error *err)
 {
     uint64_t v;

@@ -112,8 +112,3 @@ int inf_chat_turn(struct inf_chat *chat, enum inf_chat_tail tail, const struct i
     ret_ids->n = n_before;
     return rc == -ENOMEM ? shm_error_set(err, ENOMEM, "chat: no memory for the turn; free some") : rc;
 }
-
-bool inf_chat_is_stop(const struct inf_chat *chat, int32_t id)
-{
-    return inf_tokenizer_is_stop(chat->tok, id);
-}

@@ -44,7 +44,4 @@ void inf_chat_destroy(struct inf_chat **chat);
 int inf_chat_turn(struct inf_chat *chat, enum inf_chat_tail tail, const struct inf_chat_message *messages,
                   size_t n_messages, struct shm_error *err, struct inf_ids *ret_ids);
 
-/* <|im_end|>, <|endoftext|> or the model's eos. */
-bool inf_chat_is_stop(const struct inf_chat *chat, int32_t id);
-
 #endif

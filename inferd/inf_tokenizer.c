@@ -408,16 +408,6 @@ uint32_t inf_tokenizer_size(const struct inf_tokenizer *tok)
     return tok->n_tokens;
 }
 
-int32_t inf_tokenizer_bos(const struct inf_tokenizer *tok)
-{
-    return tok->bos_id;
-}
-
-int32_t inf_tokenizer_eos(const struct inf_tokenizer *tok)
-{
-    return tok->eos_id;
-}
-
 size_t inf_tokenizer_longest(const struct inf_tokenizer *tok)
 {
     return tok->longest;

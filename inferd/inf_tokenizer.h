@@ -95,8 +95,6 @@ int inf_tokenizer_bytes(const struct inf_tokenizer *tok, int32_t id, const char 
 int32_t inf_tokenizer_find(const struct inf_tokenizer *tok, const char *bytes, size_t len);
 
 uint32_t inf_tokenizer_size(const struct inf_tokenizer *tok);
-int32_t inf_tokenizer_bos(const struct inf_tokenizer *tok);    /* -1: none */
-int32_t inf_tokenizer_eos(const struct inf_tokenizer *tok);    /* -1: none */
 size_t inf_tokenizer_longest(const struct inf_tokenizer *tok); /* bytes of the longest token */
 
 /* Control tokens are not shown to a reader (user-defined ones are). */

@@ -46,12 +46,13 @@ static void check_values(const struct exd_gguf *g)
         struct exd_gguf_strings strs;
         struct exd_gguf_i32s i32s;
         char *key = strndup(k.data, k.len);
-        uint64_t u, sum = 0;
+        uint32_t u;
+        uint64_t sum = 0;
         float f;
         bool b;
 
         MUST(key);
-        exd_gguf_u64(g, key, &u, NULL);
+        exd_gguf_u32(g, key, &u, NULL);
         exd_gguf_f32(g, key, &f, NULL);
         exd_gguf_bool(g, key, &b, NULL);
         if (exd_gguf_str(g, key, &s, NULL) == 0)

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "arena_fixture.h"
 
+#include "shm/shm_verify.h"
+
 #include <criterion/criterion.h>
 #include <dirent.h>
 #include <stdio.h>
@@ -81,6 +83,12 @@ struct exd_arena *fixture_loaded(struct arena_fixture *f)
     exd_loader_destroy(&loader);
     cr_assert(exd_arena_complete(arena));
     return arena;
+}
+
+int fixture_verify(const struct exd_arena *arena, uint32_t threads, struct shm_error *err)
+{
+    struct shm_verify_result result;
+    return shm_verify(exd_arena_view(arena), threads, NULL, NULL, &result, err);
 }
 
 void fixture_write(const char *path, const char *text)

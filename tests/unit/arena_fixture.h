@@ -30,6 +30,9 @@ void fixture_close(struct arena_fixture *f);
 /* Opens the arena, loads it if it is not complete, asserts that all went well. */
 struct exd_arena *fixture_loaded(struct arena_fixture *f);
 
+/* Recomputes all checksums: as shm_verify. */
+int fixture_verify(const struct exd_arena *arena, uint32_t threads, struct shm_error *err);
+
 /* Names in a directory but . and .. */
 unsigned fixture_count(const char *dir);
 

@@ -407,7 +407,6 @@ Test(arena, one_expertd_at_a_time)
     cr_assert_eq(exd_arena_open(&fx.config, fx.plan, &second, &err), -EBUSY);
     snprintf(pid, sizeof pid, "process %d", (int)getpid());
     cr_assert(has(err.text, pid) && has(err.text, "--instance"), "%s", err.text);
-    cr_assert_eq(exd_arena_remove(&fx.config, &err), -EBUSY);
     cr_assert_eq(access(fx.file, F_OK), 0);
     exd_arena_close(&arena, true);
     fx.config.instance = "../x";
@@ -436,7 +435,7 @@ static void rebuilt(enum exd_found found, const char *text)
                  fx.log);
     cr_assert(has(fx.log, text), "no '%s' in %s", text, fx.log);
     cr_assert_eq(info.generation, found == EXD_FOUND_ADOPTED ? 2 : 1);
-    cr_assert_eq(exd_arena_verify(arena, 2, &err), 0, "%s", err.text);
+    cr_assert_eq(fixture_verify(arena, 2, &err), 0, "%s", err.text);
     exd_arena_close(&arena, false);
     cr_assert_eq(fixture_count(fx.dir), 0);
     arena = fixture_loaded(&fx);
@@ -507,11 +506,8 @@ Test(arena, left_over_of_a_crash_before_it_was_in_place)
     fixture_write(path, "half");
     struct exd_arena *arena = fixture_loaded(&fx);
     cr_assert_neq(access(path, F_OK), 0);
-    exd_arena_close(&arena, true);
-    struct shm_error err = {0};
-    cr_assert_eq(exd_arena_remove(&fx.config, &err), 0, "%s", err.text);
+    exd_arena_close(&arena, false);
     cr_assert_eq(fixture_count(fx.dir), 0);
-    cr_assert_eq(exd_arena_remove(&fx.config, &err), 0, "%s", err.text);
 }
 
 Test(arena, verify_names_the_first_bad_unit)
@@ -522,14 +518,14 @@ Test(arena, verify_names_the_first_bad_unit)
     uint8_t *base = exd_arena_base(arena);
     uint32_t last = v->catalog->n_layers - 1;
     uint64_t blob = (uint64_t)(shm_arena_blob(v, last, 5) - v->base) + v->layers[last].blob_bytes - 1;
-    cr_assert_eq(exd_arena_verify(arena, 0, &err), 0, "%s", err.text);
+    cr_assert_eq(fixture_verify(arena, 0, &err), 0, "%s", err.text);
     base[blob] ^= 1;
-    cr_assert_eq(exd_arena_verify(arena, 3, &err), -EBADMSG);
+    cr_assert_eq(fixture_verify(arena, 3, &err), -EBADMSG);
     char name[64];
     snprintf(name, sizeof name, "layer %u expert 5 is wrong (1 of", last);
-    cr_assert(has(err.text, name) && has(err.text, fx.file), "%s", err.text);
+    cr_assert(has(err.text, name), "%s", err.text);
     base[v->dense[4].offset + v->dense[4].bytes / 2] ^= 0x80;
-    cr_assert_eq(exd_arena_verify(arena, 3, &err), -EBADMSG);
+    cr_assert_eq(fixture_verify(arena, 3, &err), -EBADMSG);
     cr_assert(has(err.text, v->dense[4].name) && has(err.text, "(2 of"), "%s", err.text);
     exd_arena_close(&arena, false);
 }

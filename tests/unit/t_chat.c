@@ -129,8 +129,9 @@ Test(chat, bad_role_leaves_ids_alone, .init = open_chat, .fini = close_chat)
 
 Test(chat, stop_ids, .init = open_chat, .fini = close_chat)
 {
-    cr_assert(inf_chat_is_stop(chat, 4095) && inf_chat_is_stop(chat, 4093));
-    cr_assert(!inf_chat_is_stop(chat, 4094) && !inf_chat_is_stop(chat, 198) && !inf_chat_is_stop(chat, -1));
+    cr_assert(inf_tokenizer_is_stop(tok, 4095) && inf_tokenizer_is_stop(tok, 4093));
+    cr_assert(!inf_tokenizer_is_stop(tok, 4094) && !inf_tokenizer_is_stop(tok, 198) &&
+              !inf_tokenizer_is_stop(tok, -1));
 }
 
 Test(chat, bos_opens_the_first_turn_only)

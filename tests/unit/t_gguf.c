@@ -98,7 +98,6 @@ Test(gguf, typed_values)
     struct exd_gguf_i32s i32s;
     struct exd_str s;
     uint32_t u32 = 99;
-    uint64_t u64;
     float f32;
     bool flag;
     double big = 1e300, pi = 3.25;
@@ -125,10 +124,9 @@ Test(gguf, typed_values)
     cr_expect(exd_gguf_u32(g, "u8", &u32, &err) == 0 && u32 == 255);
     cr_expect(exd_gguf_u32(g, "i8", &u32, &err) == 0 && u32 == 127);
     cr_expect(exd_gguf_u32(g, "i64", &u32, &err) == 0 && u32 == 5);
-    cr_expect(exd_gguf_u64(g, "u64", &u64, &err) == 0 && u64 == 1ull << 32);
     cr_expect_eq(exd_gguf_u32(g, "u64", &u32, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key u64 is 4294967296, the most allowed is 4294967295");
-    cr_expect_eq(exd_gguf_u64(g, "neg", &u64, &err), -EINVAL);
+    cr_expect_eq(exd_gguf_u32(g, "neg", &u32, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key neg is -2, must not be negative");
     cr_expect_eq(exd_gguf_u32(g, "str", &u32, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key str is of type string, expected an integer");

@@ -116,7 +116,7 @@ static void loads_with(struct exd_reader_config reader)
     cr_assert_null(loader);
     cr_assert(exd_arena_complete(arena));
     same_as_file(arena);
-    cr_assert_eq(exd_arena_verify(arena, 2, &err), 0, "%s", err.text);
+    cr_assert_eq(fixture_verify(arena, 2, &err), 0, "%s", err.text);
     exd_arena_close(&arena, false);
     cr_assert_eq(fixture_count(fx.dir), 0);
 }
