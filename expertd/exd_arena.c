@@ -289,7 +289,7 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
     if (!a)
         return shm_error_set(err, ENOMEM, "arena: no memory");
     a->fd = -1;
-    int rc = exd_place_open(config, true, &a->place, err);
+    int rc = exd_place_open(config, &a->place, err);
     if (rc) {
         free(a);
         return rc;

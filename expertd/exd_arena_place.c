@@ -16,13 +16,14 @@
 
 #define LOCK_TRIES    50 /* a killed expertd holds its lock until its memory is unmapped */
 #define LOCK_PAUSE_NS 10000000
+#define RACE_TRIES    100 /* each lost one means that another expertd just removed the directory */
 
 /* Makes dir (0700) unless it is there; either way it must be a directory of ours
  * that nobody else may enter. */
-static int private_dir(const char *dir, bool create, struct shm_error *err)
+static int private_dir(const char *dir, struct shm_error *err)
 {
     struct stat st;
-    if (create && mkdir(dir, 0700) != 0 && errno != EEXIST)
+    if (mkdir(dir, 0700) != 0 && errno != EEXIST)
         return shm_error_set(err, errno, "arena directory %s: cannot create it: %m", dir);
     if (lstat(dir, &st) != 0)
         return shm_error_set(err, errno, "arena directory %s: %m", dir);
@@ -43,8 +44,7 @@ static int join(char *to, const char *dir, const char *name, struct shm_error *e
 }
 
 /* /dev/shm/expertd-UID/INSTANCE-HASH: instances of one name under two runtime directories are two. */
-static int shm_dir(const char *instance, const char *instance_dir, bool create, char *to,
-                   struct shm_error *err)
+static int shm_dir(const char *instance, const char *instance_dir, char *to, struct shm_error *err)
 {
     enum exd_fs fs;
     char user[64], name[NAME_MAX], real[PATH_MAX];
@@ -55,12 +55,12 @@ static int shm_dir(const char *instance, const char *instance_dir, bool create, 
     if (rc || fs != EXD_FS_TMPFS)
         return shm_error_set(err, ENOTDIR, "/dev/shm: is not a tmpfs");
     snprintf(user, sizeof user, "/dev/shm/expertd-%u", (unsigned)geteuid());
-    if ((rc = private_dir(user, create, err)) || (rc = join(to, user, name, err)))
+    if ((rc = private_dir(user, err)) || (rc = join(to, user, name, err)))
         return rc;
-    return private_dir(to, create, err);
+    return private_dir(to, err);
 }
 
-static int pick_dir(const struct exd_arena_config *c, bool create, struct exd_place *p, struct shm_error *err)
+static int pick_dir(const struct exd_arena_config *c, struct exd_place *p, struct shm_error *err)
 {
     const char *name = c->instance;
     char top[PATH_MAX];
@@ -73,17 +73,22 @@ static int pick_dir(const struct exd_arena_config *c, bool create, struct exd_pl
         p->own_dir = true;
         if ((rc = join(p->dir, top, name, err)))
             return rc;
-        return private_dir(p->dir, create, err);
+        return private_dir(p->dir, err);
     }
     enum exd_fs fs;
     if ((rc = exd_limits_fs(c->instance_dir, &fs)))
         return shm_error_set(err, rc, "instance directory %s: %s", c->instance_dir, strerror(-rc));
     struct shm_error why = {0};
     if (fs == EXD_FS_OTHER) {
-        p->own_dir = true;
-        if ((rc = shm_dir(name, c->instance_dir, create, p->dir, &why)) == 0)
-            return 0;
-        p->own_dir = false;
+        p->own_dir = p->user_dir = true;
+        for (int try = 0; try < RACE_TRIES; try++) {
+            rc = shm_dir(name, c->instance_dir, p->dir, &why);
+            if (rc == 0)
+                return 0;
+            if (rc != -ENOENT)
+                break;
+        }
+        p->own_dir = p->user_dir = false;
         snprintf(
             p->warning, sizeof p->warning,
             "arena is on a disk file system, which makes it slow: no memory file system to be had (%.150s)",
@@ -105,11 +110,10 @@ static void name_holder(int fd)
         return;
 }
 
-static int take_lock(struct exd_place *p, bool create, struct shm_error *err)
+static int take_lock(struct exd_place *p, struct shm_error *err)
 {
     for (int try = 0;; try++) {
-        int fd =
-            openat(p->dir_fd, EXD_ARENA_LOCK, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0), 0600);
+        int fd = openat(p->dir_fd, EXD_ARENA_LOCK, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_CREAT, 0600);
         if (fd < 0)
             return shm_error_set(err, errno, "arena lock %s/%s: %m", p->dir, EXD_ARENA_LOCK);
         if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
@@ -142,19 +146,22 @@ static int take_lock(struct exd_place *p, bool create, struct shm_error *err)
     }
 }
 
-int exd_place_open(const struct exd_arena_config *config, bool create, struct exd_place *ret_place,
-                   struct shm_error *err)
+/* -ENOENT, too, when another expertd removes a directory between our making it and our lock in it. */
+static int try_place(const struct exd_arena_config *config, struct exd_place *ret_place,
+                     struct shm_error *err)
 {
     struct exd_place p = {.dir_fd = -1, .lock_fd = -1};
-    int rc = pick_dir(config, create, &p, err);
+    int rc = pick_dir(config, &p, err);
     if (rc)
         return rc;
-    if ((rc = exd_limits_fs(p.dir, &p.fs)))
-        return shm_error_set(err, rc, "arena directory %s: %s", p.dir, strerror(-rc));
     p.dir_fd = open(p.dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (p.dir_fd < 0)
         return shm_error_set(err, errno, "arena directory %s: %m", p.dir);
-    if ((rc = take_lock(&p, create, err))) {
+    if ((rc = exd_limits_fs(p.dir, &p.fs)))
+        rc = shm_error_set(err, rc, "arena directory %s: %s", p.dir, strerror(-rc));
+    else
+        rc = take_lock(&p, err);
+    if (rc) {
         close(p.dir_fd);
         return rc;
     }
@@ -165,12 +172,23 @@ int exd_place_open(const struct exd_arena_config *config, bool create, struct ex
     return 0;
 }
 
+int exd_place_open(const struct exd_arena_config *config, struct exd_place *ret_place, struct shm_error *err)
+{
+    int rc = -ENOENT;
+    for (int try = 0; rc == -ENOENT && try < RACE_TRIES; try++)
+        rc = try_place(config, ret_place, err);
+    return rc;
+}
+
 void exd_place_close(struct exd_place *place, bool remove)
 {
     if (remove)
         unlinkat(place->dir_fd, EXD_ARENA_LOCK, 0);
-    if (remove && place->own_dir)
-        rmdir(place->dir); /* stays when something else is in it */
+    /* Both stay when something else is in them. Who makes one meanwhile tries again: exd_place_open. */
+    if (remove && place->own_dir && rmdir(place->dir) == 0 && place->user_dir) {
+        *strrchr(place->dir, '/') = '\0';
+        rmdir(place->dir);
+    }
     close(place->lock_fd);
     close(place->dir_fd);
     place->lock_fd = place->dir_fd = -1;

@@ -21,15 +21,14 @@ struct exd_place {
     int dir_fd;
     int lock_fd;
     enum exd_fs fs;
-    bool own_dir; /* ours alone: goes with the arena; false: the instance's */
+    bool own_dir;  /* ours alone: goes with the arena; false: the instance's */
+    bool user_dir; /* its parent is /dev/shm/expertd-UID: goes with the last one in it */
     char warning[256];
 };
 
-/* Picks the directory and opens it; creates it when create is set, else -ENOENT
- * if there is none. Then takes the lock. Nothing to release after an error. */
-int exd_place_open(const struct exd_arena_config *config, bool create, struct exd_place *ret_place,
-                   struct shm_error *err);
-/* Unlocks and closes. remove: lock file and own directory go too. */
+/* Picks the directory, creates and opens it. Then takes the lock. Nothing to release after an error. */
+int exd_place_open(const struct exd_arena_config *config, struct exd_place *ret_place, struct shm_error *err);
+/* Unlocks and closes. remove: lock file and own directory go too, and the user's once it is empty. */
 void exd_place_close(struct exd_place *place, bool remove);
 
 /* Allocates the file's memory for good, so that no later access can fail. */

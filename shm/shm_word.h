@@ -24,7 +24,7 @@ const char *shm_held_off_text(uint32_t held_off);
 #define SHM_DEVICE_AUTO     0u
 #define SHM_DEVICE_HOST     1u
 #define SHM_DEVICE_CUDA     2u
-#define SHM_DEVICE_GPUS_MAX 64u /* cuda:N has N below it */
+#define SHM_DEVICE_GPUS_MAX 64 /* cuda:N has N below it */
 
 /* Values of options; `option` goes into the error line, which lists the words. Return 0 or -EINVAL. A policy
  * is full or routed; an order index, recent or predicted; a device auto, host, cuda or cuda:N (gpu -1 without

@@ -366,7 +366,7 @@ Test(arena, lock_limit_is_a_warning_or_an_error)
 
 Test(arena, place_is_dev_shm_when_the_instance_is_on_a_disk)
 {
-    char dir[] = "/tmp/exd_disk_XXXXXX", shm[256];
+    char dir[] = "/tmp/exd_disk_XXXXXX", shm[256], user[64];
     struct exd_arena *arena = NULL;
     struct exd_arena_info info;
     struct shm_error err = {0};
@@ -386,6 +386,8 @@ Test(arena, place_is_dev_shm_when_the_instance_is_on_a_disk)
     cr_assert_neq(access(shm, F_OK), 0);
 
     /* a directory that others may enter is not used; the fallback says so */
+    snprintf(user, sizeof user, "/dev/shm/expertd-%u", (unsigned)geteuid());
+    mkdir(user, 0700);
     mkdir(shm, 0755);
     cr_assert_eq(exd_arena_open(&fx.config, fx.plan, &arena, &err), 0, "%s", err.text);
     exd_arena_info(arena, &info);
@@ -395,6 +397,47 @@ Test(arena, place_is_dev_shm_when_the_instance_is_on_a_disk)
     }
     exd_arena_close(&arena, false);
     rmdir(shm);
+    rmdir(user);
+    cr_assert_eq(rmdir(dir), 0);
+}
+
+static void *come_and_go(void *arg)
+{
+    struct exd_arena_config *c = arg;
+    uintptr_t failures = 0;
+    for (int i = 0; i < 400; i++) {
+        struct exd_place place;
+        struct shm_error err = {0};
+        if (exd_place_open(c, &place, &err) || place.fs != EXD_FS_TMPFS)
+            failures++;
+        else
+            exd_place_close(&place, true);
+    }
+    return (void *)failures;
+}
+
+/* The user's directory goes with the last arena in it, while others make theirs. */
+Test(arena, the_users_directory_goes_when_it_is_empty)
+{
+    char dir[] = "/tmp/exd_disk_XXXXXX", name[3][80];
+    struct exd_arena_config config[3];
+    pthread_t thread[3];
+    void *failures;
+    enum exd_fs fs;
+    cr_assert_not_null(mkdtemp(dir));
+    cr_assert_eq(exd_limits_fs(dir, &fs), 0);
+    for (int i = 0; i < 3 && fs == EXD_FS_OTHER; i++) {
+        snprintf(name[i], sizeof name[i], "%s-%d", fx.instance, i);
+        config[i] = (struct exd_arena_config){.instance = name[i], .instance_dir = dir};
+        cr_assert_eq(pthread_create(&thread[i], NULL, come_and_go, &config[i]), 0);
+    }
+    for (int i = 0; i < 3 && fs == EXD_FS_OTHER; i++) {
+        pthread_join(thread[i], &failures);
+        cr_expect_null(failures, "%zu of 400 lost the race", (size_t)(uintptr_t)failures);
+    }
+    char user[64];
+    snprintf(user, sizeof user, "/dev/shm/expertd-%u", (unsigned)geteuid());
+    cr_expect(access(user, F_OK) != 0 || fixture_count(user) > 0, "left behind empty");
     cr_assert_eq(rmdir(dir), 0);
 }
 
