@@ -132,9 +132,12 @@ static uint32_t walk_to_end(struct exd_issuer *i, struct shm_error *err)
         step = step_or_sleep(i);
         if (i->link_status)
             return link_failed(i, err);
-        if (exd_stream_violation(i->stream, err) ||
-            (step == EXD_STEP_FAILED && exd_stream_failure(i->stream, err)))
+        if (exd_stream_violation(i->stream, err))
             return SHM_RESULT_FAILED;
+        if (step == EXD_STEP_FAILED) {
+            exd_stream_failure(i->stream, err);
+            return SHM_RESULT_FAILED;
+        }
         if (step != EXD_STEP_AGAIN && watchdog_expired(&dog, exd_stream_progress(i->stream))) {
             exd_stream_stuck(i->stream, step, i->config.watchdog_ns, err);
             return SHM_RESULT_FAILED;

@@ -330,7 +330,7 @@ bool exd_stream_violation(const struct exd_stream *s, struct shm_error *err)
     return s->violation.code != 0;
 }
 
-bool exd_stream_failure(const struct exd_stream *s, struct shm_error *err)
+void exd_stream_failure(const struct exd_stream *s, struct shm_error *err)
 {
     uint32_t layer;
     uint64_t entry;
@@ -338,7 +338,6 @@ bool exd_stream_failure(const struct exd_stream *s, struct shm_error *err)
     shm_error_set(err, -exd_walk_status(s->walk),
                   "worker %s: copying entry %" PRIu64 " of layer %u to its ring failed: %s", s->name, entry,
                   layer, strerror(-exd_walk_status(s->walk)));
-    return true;
 }
 
 uint64_t exd_stream_progress(struct exd_stream *s)

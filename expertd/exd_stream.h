@@ -41,8 +41,8 @@ bool exd_stream_consumed(struct exd_stream *stream);
 /* True, with err filled, when the worker broke the protocol in this stream. */
 bool exd_stream_violation(const struct exd_stream *stream, struct shm_error *err);
 
-/* Fills err after EXD_STEP_FAILED; true. */
-bool exd_stream_failure(const struct exd_stream *stream, struct shm_error *err);
+/* Fills err after EXD_STEP_FAILED. */
+void exd_stream_failure(const struct exd_stream *stream, struct shm_error *err);
 
 /* A number that changes whenever something moved. */
 uint64_t exd_stream_progress(struct exd_stream *stream);
