@@ -410,16 +410,9 @@ static int set_up(struct exd_daemon *d, struct shm_error *err)
     if (!d->replay)
         return shm_error_set(err, ENOMEM, "no memory for the replay table");
     unlink(d->paths.socket); /* under the lock: whoever made it is dead */
-    rc = exd_store_create(&d->paths, d->model_path, &d->store, err);
+    rc = exd_store_create(&d->paths, d->model_path, o, &d->store, err);
     if (rc < 0)
         return rc;
-    struct shm_store *s = exd_store_segment(d->store);
-    s->policy = o->stream.policy;
-    s->order = o->stream.order;
-    s->depth = o->stream.depth;
-    s->floor = o->stream.floor;
-    s->link_gbps = o->link_gbps;
-    s->link_latency_us = o->link_latency_us;
     rc = prt_server_open(d->paths.socket, &d->server, err);
     if (rc == 0)
         rc = watch(d, prt_server_fd(d->server), ON_CONTROL, err);

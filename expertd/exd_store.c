@@ -79,8 +79,8 @@ void exd_store_unlock(const struct prt_paths *paths, int *fd)
     *fd = -1;
 }
 
-int exd_store_create(const struct prt_paths *paths, const char *model_path, struct exd_store **ret_store,
-                     struct shm_error *err)
+int exd_store_create(const struct prt_paths *paths, const char *model_path, const struct exd_options *options,
+                     struct exd_store **ret_store, struct shm_error *err)
 {
     struct exd_store *store = calloc(1, sizeof(*store));
     if (!store)
@@ -116,7 +116,13 @@ int exd_store_create(const struct prt_paths *paths, const char *model_path, stru
     snprintf(s->model_path, sizeof(s->model_path), "%s", model_path);
     atomic_store_explicit(&s->state, SHM_STORE_STARTING, memory_order_relaxed);
     atomic_store_explicit(&s->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
-    shm_header_publish(&s->header, store->epoch);
+    s->policy = options->stream.policy;
+    s->order = options->stream.order;
+    s->depth = options->stream.depth;
+    s->floor = options->stream.floor;
+    s->link_gbps = options->link_gbps;
+    s->link_latency_us = options->link_latency_us;
+    shm_header_publish(&s->header, store->epoch); /* the last store before others can see it */
     if (rename(temporary, paths->store) < 0) {
         rc = shm_error_set(err, errno, "%s: %s", paths->store, strerror(errno));
         munmap(s, sizeof(*s));

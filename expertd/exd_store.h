@@ -7,6 +7,7 @@
 #ifndef EXD_STORE_H
 #define EXD_STORE_H
 
+#include "expertd/exd_options.h"
 #include "proto/prt_control_gen.h"
 #include "proto/prt_path.h"
 #include "shm/shm_store.h"
@@ -20,9 +21,10 @@ void exd_store_unlock(const struct prt_paths *paths, int *fd);
 
 struct exd_store;
 
-/* Creates the segment in state STARTING, under the lock: it replaces the one a predecessor left. */
-int exd_store_create(const struct prt_paths *paths, const char *model_path, struct exd_store **ret_store,
-                     struct shm_error *err);
+/* Creates the segment in state STARTING with the sessions' defaults, under the lock: it replaces the one a
+ * predecessor left. */
+int exd_store_create(const struct prt_paths *paths, const char *model_path, const struct exd_options *options,
+                     struct exd_store **ret_store, struct shm_error *err);
 
 /* State STOPPED for those who have it mapped, then unmapped and its file removed. Accepts NULL, nulls. */
 void exd_store_destroy(struct exd_store **store);
