@@ -88,12 +88,21 @@ void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *
     epoll_ctl(d->epoll_fd, EPOLL_CTL_DEL, exd_session_pidfd(s), NULL);
     d->session[index] = NULL;
     exd_session_close(s, why);
+    uint32_t free = 0;
+    while (d->closing[free]) /* there is one: exd_daemon_add_session */
+        free++;
+    d->closing[free] = s;
+}
+
+/* Attached sessions and those still being closed. */
+static uint32_t held(const struct exd_daemon *d)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
+        n += d->session[i] != NULL;
     for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++)
-        if (!d->closing[i]) {
-            d->closing[i] = s;
-            return;
-        }
-    exd_session_free(&s); /* too many at once: waited for here */
+        n += d->closing[i] != NULL;
+    return n;
 }
 
 int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request *request,
@@ -111,6 +120,11 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
         return shm_error_set(err, EBUSY,
                              "%u workers are attached, more do not fit: stop one, or use another instance",
                              SHM_STORE_WORKERS);
+    if (held(d) >= EXD_CLOSING_MAX)
+        return shm_error_set(
+            err, EBUSY,
+            "too many sessions are still being closed, their links are slow: attach again in "
+            "a few seconds");
     const struct exd_options *o = d->options;
     struct exd_session_config config = {.arena = exd_arena_view(d->start.arena),
                                         .device = d->start.device,

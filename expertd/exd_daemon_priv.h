@@ -20,7 +20,11 @@
 
 #include <pthread.h>
 
-#define EXD_CLOSING_MAX 128 /* sessions being closed at one time */
+/* Sessions being closed at one time. ATTACH is refused while attached and closing ones together are this
+ * many, so that each attached one has its place here when it ends. */
+#define EXD_CLOSING_MAX 128
+_Static_assert(EXD_CLOSING_MAX >= 2 * SHM_STORE_WORKERS,
+               "a full table's workers may all be replaced at once");
 
 /* Model, arena, loader. Filled by the start-up thread, read by the loop once that was joined. */
 struct exd_start {

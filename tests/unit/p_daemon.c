@@ -361,6 +361,44 @@ static void test_delivered_twice(struct kit *k)
 
 /* ---- life ---- */
 
+/* Sessions that end faster than their slow links let go of: the next one is refused, the loop never waits. */
+static void test_many_closing(struct kit *k)
+{
+    struct shm_error err = {0};
+    int attached = 0, rc = 0;
+    uint64_t longest_ns = 0;
+    while (attached < 200 && rc == 0) {
+        struct kit_worker w;
+        struct prt_attach_reply reply;
+        kit_worker_make(k, 2, &w);
+        w.request.link_gbps = 1e-6;
+        w.request.policy = SHM_POLICY_FULL;
+        uint64_t from_ns = shm_now_ns();
+        rc = prt_client_attach(k->client, &w.request, &reply, &err);
+        if (rc == 0) {
+            attached++;
+            kit_worker_post(&w, 1, 4096);
+            while (atomic_load(&w.view.worker->issued_entries) == 0)
+                usleep(100);
+            CHECK(prt_client_detach(k->client, reply.session, &err) == 0, "%s", err.text);
+        }
+        uint64_t ns = shm_now_ns() - from_ns;
+        longest_ns = ns > longest_ns ? ns : longest_ns;
+        kit_worker_free(&w);
+    }
+    CHECK(rc == -EBUSY && strstr(err.text, "being closed"), "%d after %d: %s", rc, attached, err.text);
+    CHECK(attached >= 64, "%d", attached);
+    CHECK(longest_ns < UINT64_C(2000000000), "the loop stood still for %.1f s", (double)longest_ns / 1e9);
+    for (int i = 0; i < 300 && rc == -EBUSY; i++) {
+        struct kit_worker w;
+        kit_worker_make(k, 2, &w);
+        rc = prt_client_attach(k->client, &w.request, NULL, &err);
+        kit_worker_free(&w);
+        usleep(100000);
+    }
+    CHECK(rc == 0, "never let in again: %s", err.text);
+}
+
 static bool left_behind(const struct kit *k, const char *file)
 {
     char path[160];
@@ -450,7 +488,7 @@ static void test_life(struct kit *k)
     setenv("EXPERTD_CUDA_LIBRARY", "/nonexistent/libcuda.so.1", 1);
     CHECK(kit_start(k, bad) == 1 && kit_logged(k, "no CUDA driver"), "--device cuda");
     bad[1] = "cuda:x";
-    CHECK(kit_start(k, bad) == 2 && kit_logged(k, "cuda[:N]"), "--device cuda:x");
+    CHECK(kit_start(k, bad) == 2 && kit_logged(k, "number of a GPU"), "--device cuda:x");
     k->model = "/dev/null";
     CHECK(kit_start(k, NULL) == 1 && kit_logged(k, "/dev/null"), "a bad model");
     CHECK(!left_behind(k, "expertd/default/store"), "a failed start left its store");
@@ -475,6 +513,7 @@ int main(int argc, char **argv)
         test_broken_protocol(&k);
         test_deaths(&k, argc > 3 ? atoi(argv[3]) : 200);
         test_delivered_twice(&k);
+        test_many_closing(&k);
         test_life(&k);
     }
     kit_end(&k);
