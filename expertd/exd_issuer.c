@@ -105,9 +105,13 @@ static bool watchdog_expired(struct watchdog *w, uint64_t value)
     return now - w->last_change_ns > w->limit_ns;
 }
 
-static uint32_t stopping(struct shm_error *err)
+/* Why no stream is run any more, in the words of whoever said so. */
+static uint32_t stopping(struct exd_issuer *i, struct shm_error *err)
 {
-    shm_error_set(err, ESHUTDOWN, "expertd is stopping: read again when it is back");
+    pthread_mutex_lock(&i->lock);
+    shm_error_set(err, ESHUTDOWN, "%s",
+                  i->drain_why[0] ? i->drain_why : "expertd is stopping: read again when it is back");
+    pthread_mutex_unlock(&i->lock);
     return SHM_RESULT_FAILED;
 }
 
@@ -126,7 +130,7 @@ static uint32_t walk_to_end(struct exd_issuer *i, struct shm_error *err)
         if (cancelled(i))
             return SHM_RESULT_CANCELLED;
         if (atomic_load(&i->stop))
-            return stopping(err);
+            return stopping(i, err);
         if (step == EXD_STEP_DONE)
             return SHM_RESULT_OK;
         step = step_or_sleep(i);
@@ -164,7 +168,7 @@ static uint32_t wait_consumed(struct exd_issuer *i, struct shm_error *err)
         if ((i->link_status = krn_link_flush(i->config.link)))
             return link_failed(i, err);
         if (!sleep_unless(i, consumed, stream_wait_ns(i, WAIT_NS)))
-            return stopping(err);
+            return stopping(i, err);
         if (watchdog_expired(&dog, exd_stream_progress(i->stream))) {
             exd_stream_stuck(i->stream, EXD_STEP_DONE, i->config.watchdog_ns, err);
             return SHM_RESULT_FAILED;
@@ -181,7 +185,7 @@ static uint32_t wait_landed(struct exd_issuer *i, struct shm_error *err)
         if (i->link_status != -ETIMEDOUT)
             return link_failed(i, err);
         if (atomic_load(&i->stop))
-            return stopping(err);
+            return stopping(i, err);
         if (watchdog_expired(&dog, krn_link_landed(i->config.link))) {
             exd_stream_stuck(i->stream, EXD_STEP_WAIT_DEPTH, i->config.watchdog_ns, err);
             return SHM_RESULT_FAILED;

@@ -375,8 +375,10 @@ void exd_session_close(struct exd_session *session, const char *why)
     if (session->closing)
         return;
     session->closing = true;
-    if (why)
+    if (why) {
         snprintf(session->why, sizeof(session->why), "%s", why);
+        exd_session_drain(session, why); /* a stream that is broken off fails with the same words */
+    }
     session->threaded = pthread_create(&session->closer, NULL, closer, session) == 0;
     if (!session->threaded)
         closer(session); /* no thread to be had: here, then */

@@ -204,7 +204,8 @@ def test_sigterm_breaks_off_past_the_deadline(world):
     assert d.wait(30) == 0, d.text()
     assert 0.15 < time.monotonic() - began < 3 * SLOW
     assert p.wait(20 * SLOW) == 1
-    assert "expertd" in p.log.read_text() and len(p.log.read_text().splitlines()) == 1, p.log.read_text()
+    assert "after the deadline" in p.log.read_text(), p.log.read_text()
+    assert len(p.log.read_text().splitlines()) == 1, p.log.read_text()
     assert left_in(world) == []
 
 
