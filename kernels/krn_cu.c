@@ -56,7 +56,7 @@ enum kernel { KERNELS(ENUM) KERNEL_COUNT };
 enum module { M_basic, M_router, M_gemm, M_gemv, M_attn };
 static const char *const module_names[MODULES] = {"krn_cu_basic", "krn_cu_router", "krn_cu_gemm",
                                                   "krn_cu_gemv", "krn_cu_attn"};
-#define ROW(kernel, module) {"krn_cu_" #kernel, M_##module},
+#define ROW(kernel, module) {"krn_dev_" #kernel, M_##module},
 static const struct {
     const char *name;
     enum module module;

@@ -36,7 +36,7 @@ DEV void fetch_rows(uint32_t target, const uint8_t *source, uint64_t stride, uin
 
 template <int HD> DEV void attention(const krn_cu_attention_args &a)
 {
-    extern __shared__ __align__(128) uint8_t smem[];
+    SHARED_DYNAMIC(uint8_t, smem);
     constexpr int ND = HD / 8, NS = KEYS / 8;
     constexpr uint32_t KV_BYTES = KEYS * HD * 2;
     const uint32_t head = blockIdx.x, q0 = (gridDim.y - 1 - blockIdx.y) * QUERIES; /* the longest first */
@@ -198,17 +198,17 @@ template <int HD> DEV void attention(const krn_cu_attention_args &a)
         }
 }
 
-KERNEL void __launch_bounds__(THREADS, 2) krn_cu_attention_128(const __grid_constant__ krn_cu_attention_args a)
+KERNEL(__launch_bounds__(THREADS, 2), attention_128, krn_cu_attention_args)
 {
     attention<128>(a);
 }
-KERNEL void __launch_bounds__(THREADS, 2) krn_cu_attention_64(const __grid_constant__ krn_cu_attention_args a)
+KERNEL(__launch_bounds__(THREADS, 2), attention_64, krn_cu_attention_args)
 {
     attention<64>(a);
 }
 
 /* part: for each (token, head, part): head_dim sums, then maximum (of scaled scores) and total. */
-KERNEL void __launch_bounds__(THREADS) krn_cu_decode_part(const __grid_constant__ krn_cu_decode_args a)
+KERNEL(__launch_bounds__(THREADS), decode_part, krn_cu_decode_args)
 {
     constexpr int HEADS = KRN_CU_SPLIT_HEADS, SPLIT = KRN_CU_SPLIT_KEYS;
     __shared__ __align__(16) float q[128 * HEADS]; /* [dim][head] */
@@ -291,7 +291,7 @@ KERNEL void __launch_bounds__(THREADS) krn_cu_decode_part(const __grid_constant_
 }
 
 /* A block a (head, token), a thread a dimension: parts in ascending order. */
-KERNEL void __launch_bounds__(THREADS) krn_cu_decode_join(const __grid_constant__ krn_cu_decode_args a)
+KERNEL(__launch_bounds__(THREADS), decode_join, krn_cu_decode_args)
 {
     const uint32_t hd = a.head_dim, parts = div_up(a.position + blockIdx.y + 1, KRN_CU_SPLIT_KEYS);
     const uint64_t row = (uint64_t)blockIdx.y * a.heads + blockIdx.x;

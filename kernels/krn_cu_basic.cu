@@ -29,7 +29,7 @@ DEV uint32_t left(uint32_t cols, uint32_t k)
     return cols - k < 64 ? cols - k : 64;
 }
 
-KERNEL void krn_cu_embed(const __grid_constant__ krn_cu_embed_args a)
+KERNEL(, embed, krn_cu_embed_args)
 {
     uint32_t id = at<uint32_t>(a.ids)[blockIdx.x];
     const uint8_t *row = at<uint8_t>(a.m.data) + (uint64_t)(id < a.m.rows ? id : 0) * a.m.row_bytes;
@@ -48,7 +48,7 @@ struct store_bf16_sink {
     }
 };
 
-KERNEL void krn_cu_expand(const __grid_constant__ krn_cu_expand_args a)
+KERNEL(, expand, krn_cu_expand_args)
 {
     const uint32_t units = div_up(a.m.cols, 64);
     const uint64_t n = (uint64_t)units * a.m.rows;
@@ -62,7 +62,7 @@ KERNEL void krn_cu_expand(const __grid_constant__ krn_cu_expand_args a)
 
 #define NORM_THREADS 256
 
-KERNEL void __launch_bounds__(NORM_THREADS) krn_cu_rmsnorm(const __grid_constant__ krn_cu_norm_args a)
+KERNEL(__launch_bounds__(NORM_THREADS), rmsnorm, krn_cu_norm_args)
 {
     __shared__ float part[NORM_THREADS / 32];
     const float4 *x = (const float4 *)(at<float>(a.x) + (uint64_t)blockIdx.x * a.dim);
@@ -97,7 +97,7 @@ KERNEL void __launch_bounds__(NORM_THREADS) krn_cu_rmsnorm(const __grid_constant
 }
 
 /* In double: the angle of a far position keeps few bits in float. */
-KERNEL void krn_cu_rope_table(const __grid_constant__ krn_cu_rope_table_args a)
+KERNEL(, rope_table, krn_cu_rope_table_args)
 {
     const uint32_t half = a.head_dim / 2, i = blockIdx.x * blockDim.x + threadIdx.x, t = i / half, d = i % half;
     if (t >= a.tokens)
@@ -110,7 +110,7 @@ KERNEL void krn_cu_rope_table(const __grid_constant__ krn_cu_rope_table_args a)
 }
 
 /* A warp a head of a token: heads of q, then of k, then of v. Lane l holds pairs (i, i + hd/2), i = l, l + 32.. */
-KERNEL void krn_cu_qkv(const __grid_constant__ krn_cu_qkv_args a)
+KERNEL(, qkv, krn_cu_qkv_args)
 {
     const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     const uint32_t per_token = a.heads + 2 * a.kv_heads, t = warp / per_token, h = warp % per_token;
@@ -169,7 +169,7 @@ KERNEL void krn_cu_qkv(const __grid_constant__ krn_cu_qkv_args a)
     }
 }
 
-KERNEL void krn_cu_combine(const __grid_constant__ krn_cu_combine_args a)
+KERNEL(, combine, krn_cu_combine_args)
 {
     const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const uint32_t quads = a.hidden / 4;

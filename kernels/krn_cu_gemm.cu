@@ -161,7 +161,7 @@ DEV void run_tile(T &t, const half_tile &lower, const half_tile &upper, const ui
 
 template <class T> DEV void dense_quantized(const krn_cu_gemm_args &a)
 {
-    extern __shared__ __align__(128) uint8_t smem[];
+    SHARED_DYNAMIC(uint8_t, smem);
     constexpr uint32_t BM = T::TOKENS;
     constexpr int PIECES = BM * 8 / T::THREADS;
     const stages<T> s(smem, a.raw_stride);
@@ -209,7 +209,7 @@ struct expert_tile {
 /* Blocks walk over (tile of an expert's tokens, tile of weight rows). */
 template <class T, int MODE> DEV void experts(const krn_cu_expert_args &a)
 {
-    extern __shared__ __align__(128) uint8_t smem[];
+    SHARED_DYNAMIC(uint8_t, smem);
     constexpr bool PAIRED = MODE == GATE_UP;
     constexpr uint32_t OUT = PAIRED ? 64 : KRN_CU_TILE_N, BM = T::TOKENS;
     constexpr int PIECES = BM * 8 / T::THREADS;
@@ -288,7 +288,7 @@ typedef warp_tile<2, 2, 4, false> plain_tile;
 /* bf16 weights x bf16 tokens, 128 x 128. */
 DEV void dense_plain(const krn_cu_gemm_args &a)
 {
-    extern __shared__ __align__(128) uint8_t smem[];
+    SHARED_DYNAMIC(uint8_t, smem);
     constexpr uint32_t BYTES = 128 * TILE_ROW_BYTES;
     plain_tile t;
     t.init();
@@ -362,27 +362,27 @@ DEV void dense_plain(const krn_cu_gemm_args &a)
         }
 }
 
-KERNEL void __launch_bounds__(128, 2) krn_cu_dense(const __grid_constant__ krn_cu_gemm_args a)
+KERNEL(__launch_bounds__(128, 2), dense, krn_cu_gemm_args)
 {
     dense_plain(a);
 }
-KERNEL void __launch_bounds__(128, 2) krn_cu_dense_few(const __grid_constant__ krn_cu_gemm_args a)
+KERNEL(__launch_bounds__(128, 2), dense_few, krn_cu_gemm_args)
 {
     dense_quantized<warp_tile<1, 4, 4, false>>(a);
 }
-KERNEL void __launch_bounds__(256, 1) krn_cu_gate_up(const __grid_constant__ krn_cu_expert_args a)
+KERNEL(__launch_bounds__(256, 1), gate_up, krn_cu_expert_args)
 {
     experts<warp_tile<4, 2, 4, true>, GATE_UP>(a);
 }
-KERNEL void __launch_bounds__(128, 2) krn_cu_gate_up_few(const __grid_constant__ krn_cu_expert_args a)
+KERNEL(__launch_bounds__(128, 2), gate_up_few, krn_cu_expert_args)
 {
     experts<warp_tile<1, 4, 4, true>, GATE_UP>(a);
 }
-KERNEL void __launch_bounds__(256, 1) krn_cu_down(const __grid_constant__ krn_cu_expert_args a)
+KERNEL(__launch_bounds__(256, 1), down, krn_cu_expert_args)
 {
     experts<warp_tile<4, 2, 4, false>, DOWN>(a);
 }
-KERNEL void __launch_bounds__(128, 2) krn_cu_down_few(const __grid_constant__ krn_cu_expert_args a)
+KERNEL(__launch_bounds__(128, 2), down_few, krn_cu_expert_args)
 {
     experts<warp_tile<1, 4, 4, false>, DOWN>(a);
 }

@@ -37,7 +37,7 @@ struct dot_sink {
 /* The token's vector as floats in shared memory, zeros up to a multiple of 64. */
 DEV void load_vector(const uint16_t *x, uint32_t cols)
 {
-    extern __shared__ __align__(16) float v[];
+    SHARED_DYNAMIC(float, v);
     for (uint32_t i = threadIdx.x * 8; i < div_up(cols, 64) * 64; i += blockDim.x * 8) {
         uint4 w = i < cols ? *(const uint4 *)(x + i) : make_uint4(0, 0, 0, 0);
         float *p = v + i + i / 64 * (UNIT - 64);
@@ -53,7 +53,7 @@ struct rows {
 
 template <uint32_t TYPE> DEV float4 dot_rows(const rows &r, uint32_t cols)
 {
-    extern __shared__ __align__(16) float v[];
+    SHARED_DYNAMIC(float, v);
     float sum[GEMV_ROWS] = {0, 0, 0, 0};
     for (uint32_t k = threadIdx.x % 32 * 64; k < cols; k += 2048) {
         float x[64], sums[8];
@@ -130,7 +130,7 @@ DEV uint32_t first_row()
     return (blockIdx.x * GEMV_WARPS + threadIdx.x / 32) * GEMV_ROWS;
 }
 
-KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_gemv(const __grid_constant__ krn_cu_gemv_args a)
+KERNEL(__launch_bounds__(GEMV_WARPS * 32, 3), gemv, krn_cu_gemv_args)
 {
     const uint32_t token = blockIdx.y, lane = threadIdx.x % 32, row = first_row();
     load_vector(at<uint16_t>(a.x) + (uint64_t)token * a.m.cols, a.m.cols);
@@ -154,7 +154,7 @@ DEV bool find_slot(const krn_cu_expert_args &a, krn_cu_job &job, uint32_t &posit
     return true;
 }
 
-KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_gate_up_gemv(const __grid_constant__ krn_cu_expert_args a)
+KERNEL(__launch_bounds__(GEMV_WARPS * 32, 3), gate_up_gemv, krn_cu_expert_args)
 {
     krn_cu_job job;
     uint32_t position;
@@ -172,7 +172,7 @@ KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_gate_up_gemv(const __gr
     }
 }
 
-KERNEL void __launch_bounds__(GEMV_WARPS * 32, 3) krn_cu_down_gemv(const __grid_constant__ krn_cu_expert_args a)
+KERNEL(__launch_bounds__(GEMV_WARPS * 32, 3), down_gemv, krn_cu_expert_args)
 {
     krn_cu_job job;
     uint32_t position;

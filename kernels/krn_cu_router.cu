@@ -14,7 +14,7 @@
 #define SCORE_PART    256u /* a score is the sum, in order, of the chains over so many k */
 
 /* 32 tokens x 128 experts a block; the next 32 k are loaded while these are multiplied. */
-KERNEL void __launch_bounds__(SCORE_THREADS) krn_cu_scores(const __grid_constant__ krn_cu_scores_args a)
+KERNEL(__launch_bounds__(SCORE_THREADS), scores, krn_cu_scores_args)
 {
     __shared__ __align__(16) float xs[SCORE_K][SCORE_TOKENS + 4];
     __shared__ float ws[SCORE_K][SCORE_EXPERTS + 1];
@@ -84,9 +84,9 @@ KERNEL void __launch_bounds__(SCORE_THREADS) krn_cu_scores(const __grid_constant
 }
 
 /* The same sums for a few tokens: one token and 32 experts a block, a warp a part, a lane an expert. */
-KERNEL void __launch_bounds__(SCORE_THREADS, 2) krn_cu_scores_few(const __grid_constant__ krn_cu_scores_args a)
+KERNEL(__launch_bounds__(SCORE_THREADS, 2), scores_few, krn_cu_scores_args)
 {
-    extern __shared__ float parts[]; /* [parts][32] */
+    SHARED_DYNAMIC(float, parts); /* [parts][32] */
     const uint32_t t = blockIdx.x, lane = threadIdx.x % 32, e = blockIdx.y * 32 + lane;
     const uint32_t n_parts = div_up(a.hidden, SCORE_PART);
     const float4 *w = (const float4 *)(at<float>(a.w) + (uint64_t)(e < a.experts ? e : a.experts - 1) * a.hidden);
@@ -178,19 +178,19 @@ template <int EACH> DEV void select(const krn_cu_select_args &a)
     }
 }
 
-KERNEL void krn_cu_select_128(const __grid_constant__ krn_cu_select_args a)
+KERNEL(, select_128, krn_cu_select_args)
 {
     select<4>(a);
 }
-KERNEL void krn_cu_select_1024(const __grid_constant__ krn_cu_select_args a)
+KERNEL(, select_1024, krn_cu_select_args)
 {
     select<32>(a);
 }
 
 /* hist[block][e] = slots of the block's piece that chose e. blockDim.x >= experts. */
-KERNEL void krn_cu_count(const __grid_constant__ krn_cu_count_args a)
+KERNEL(, count, krn_cu_count_args)
 {
-    extern __shared__ uint32_t count[];
+    SHARED_DYNAMIC(uint32_t, count);
     for (uint32_t e = threadIdx.x; e < a.experts; e += blockDim.x)
         count[e] = 0;
     __syncthreads();
@@ -238,7 +238,7 @@ DEV uint32_t block_scan(uint32_t x, uint32_t *scratch, uint32_t *total)
 }
 
 /* One block: totals, offsets, each block's first places, and the publication. */
-KERNEL void __launch_bounds__(FINISH_THREADS) krn_cu_finish(const __grid_constant__ krn_cu_finish_args a)
+KERNEL(__launch_bounds__(FINISH_THREADS), finish, krn_cu_finish_args)
 {
     __shared__ uint32_t scratch[33];
     const uint32_t e = threadIdx.x;
@@ -265,9 +265,7 @@ KERNEL void __launch_bounds__(FINISH_THREADS) krn_cu_finish(const __grid_constan
         __threadfence_system();
         __syncthreads();
         if (e == 0) {
-            uint64_t now;
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-            *at<volatile uint64_t>(p.published_ns) = now + (uint64_t)p.clock_offset_ns;
+            *at<volatile uint64_t>(p.published_ns) = device_clock_ns() + (uint64_t)p.clock_offset_ns;
             __threadfence_system();
             *at<volatile uint64_t>(p.seq) = p.value;
         }
@@ -287,7 +285,7 @@ KERNEL void __launch_bounds__(FINISH_THREADS) krn_cu_finish(const __grid_constan
 }
 
 /* A thread an expert: looks at the block's slots in order and takes its own. */
-KERNEL void krn_cu_place(const __grid_constant__ krn_cu_place_args a)
+KERNEL(, place, krn_cu_place_args)
 {
     __shared__ __align__(16) uint32_t ids[KRN_CU_GROUP_SLOTS];
     const uint32_t first = blockIdx.x * KRN_CU_GROUP_SLOTS;
@@ -313,7 +311,7 @@ KERNEL void krn_cu_place(const __grid_constant__ krn_cu_place_args a)
 
 /* One block, a thread an expert: which experts of the group have tokens and where their bytes are. The table
  * row is in host memory that expertd wrote before it signalled the group; slots are checked all the same. */
-KERNEL void __launch_bounds__(FINISH_THREADS) krn_cu_plan(const __grid_constant__ krn_cu_plan_args a)
+KERNEL(__launch_bounds__(FINISH_THREADS), plan, krn_cu_plan_args)
 {
     __shared__ uint32_t scratch[33];
     const uint32_t e = threadIdx.x;

@@ -4,7 +4,7 @@
  * every storage type; and batch invariance, bit by bit. Exit 77 without a
  * driver or without kernels.
  *
- *     t_cu_kernels [NAME...]      only these
+ *     t_cu_kernels [--small] [NAME...]      only these; fewer cases (where kernels run on the CPU)
  */
 #include <stdbool.h>
 
@@ -13,6 +13,7 @@
 #include "tests/gpu/cu_kit.h"
 
 static int failures;
+static bool small;
 #define FAIL(...)                                                                                            \
     do {                                                                                                     \
         if (failures++ < 40) {                                                                               \
@@ -290,7 +291,7 @@ static void test_attention(void)
         uint32_t hd, heads, kv_heads, pos0, tokens;
     } cases[] = {{128, 4, 2, 0, 1},     {128, 8, 1, 0, 63}, {128, 2, 2, 0, 130},   {128, 4, 1, 77, 300},
                  {128, 3, 1, 511, 129}, {64, 4, 2, 0, 65},  {64, 12, 1, 200, 257}, {64, 2, 1, 1000, 1}};
-    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c += small ? 3 : 1) {
         const uint32_t hd = cases[c].hd, heads = cases[c].heads, kv_heads = cases[c].kv_heads,
                        pos0 = cases[c].pos0, tokens = cases[c].tokens, keys = pos0 + tokens;
         float *k = NULL, *v = NULL;
@@ -306,7 +307,7 @@ static void test_attention(void)
         close_to(wide, want, n, 5e-3, "attention");
         clean_behind(got + n, "attention");
         static const uint32_t chunks[] = {1, 37, 64, 128, 200};
-        for (size_t i = 0; i < 5; i++) {
+        for (size_t i = small ? 3 : 0; i < 5; i++) {
             krn_cuda_ptr z = cu_alloc(n * 2);
             for (uint32_t t = 0; t < tokens; t += chunks[i]) {
                 uint32_t count = tokens - t < chunks[i] ? tokens - t : chunks[i];
@@ -638,8 +639,9 @@ static void test_experts(void)
         const struct krn_type *t = &krn_type_table()[ty],
                               *next = &krn_type_table()[(ty + 1) % KRN_TYPE_COUNT],
                               *down = &krn_type_table()[(ty + 3) % KRN_TYPE_COUNT];
-        run_experts(&(struct expert_case){t, t, t, 6, 2, 256, 256, 150, false});
-        run_experts(&(struct expert_case){t, next, down, 9, 3, 512, 256, 40, false});
+        run_experts(&(struct expert_case){t, t, t, small ? 3 : 6, 2, 256, 256, 150, false});
+        if (!small)
+            run_experts(&(struct expert_case){t, next, down, 9, 3, 512, 256, 40, false});
         run_experts(&(struct expert_case){t, t, down, 6, 2, 512, 256, 3, true});
         if (t->block_elems <= 32)
             run_experts(&(struct expert_case){t, t, t, 5, 2, fit_cols(t, 80), fit_cols(t, 48), 130, false});
@@ -669,6 +671,11 @@ int main(int argc, char **argv)
     } tests[] = {{"dequant", test_dequant}, {"norm", test_norm},           {"dense", test_dense},
                  {"qkv", test_qkv},         {"attention", test_attention}, {"router", test_router},
                  {"group", test_group},     {"experts", test_experts},     {"combine", test_combine}};
+    if (argc > 1 && strcmp(argv[1], "--small") == 0) {
+        small = true;
+        argv++;
+        argc--;
+    }
     int rc = cu_open();
     if (rc)
         return rc;
