@@ -326,7 +326,8 @@ Test(mkmodel, impossible_shapes_are_refused_in_one_line)
 
 /* ---- routing ---- */
 
-Test(mkmodel, routing_is_as_skewed_as_calibrated)
+/* A minute of arithmetic under sanitizers. */
+Test(mkmodel, routing_is_as_skewed_as_calibrated, .timeout = 450)
 {
     /* Half the width and fewer layers than qwen3-30b-a3b: the shares are those of E and k. */
     struct mkm_shape sh = preset("qwen3-30b-a3b");
