@@ -14,12 +14,12 @@
 #define GEMV_ROWS    4u            /* of a warp */
 #define TILE_BYTES   (128u * 128u) /* 128 rows of 64 bf16 */
 #define DENSE_SHARED (3 * 2 * TILE_BYTES)
-#define TILE_FEW     64u
+#define TILE_FEW     32u
 #define TILE_MANY    256u
 #define TILE_PLAIN   128u
 #define SCORES_FEW   32u
 /* Tokens per expert, on average, from which the large tile pays. */
-#define EXPERT_MANY 48u
+#define EXPERT_MANY 40u
 
 /* X(kernel, module) */
 #define KERNELS(X)                                                                                           \

@@ -17,7 +17,19 @@
  * of them by what it is - prompt or generated - never by how many there are.
  *
  * Activation buffers are 16-byte aligned; dims are multiples of 16 as in
- * krn_host_shape_check. Weights: see krn_cu_matrix.
+ * krn_host_shape_check. Weights: see krn_cu_matrix. Head sizes 64 and 128.
+ *
+ * Memory a token of a chunk, in bytes: residual 4h, normed 4h + 2h, q, k, v as
+ * floats 4(q + 2k), q and attention output bf16 2q + 2q, scores 4e, choices
+ * 16t (this layer's and the predicted), hidden rows 2wt, expert outputs 4ht,
+ * where h hidden, q heads * head size, k KV heads * head size, e experts,
+ * t top-k, w width. A 30B-A3B model: 133 KiB without sharing, of which q, k, v
+ * and the attention output (36 KiB) may share memory with the expert outputs
+ * (64 KiB): 97 KiB, 3.0 GiB for 32,768 tokens.
+ *
+ * A GPU with 99 KiB of shared memory a block (compute capability 8.6, 8.9,
+ * 12.0) runs experts and few-token products in tiles of 32 tokens only, and
+ * has no room for F32 experts (-EINVAL).
  */
 #ifndef KRN_CU_H
 #define KRN_CU_H

@@ -368,7 +368,7 @@ KERNEL(__launch_bounds__(128, 2), dense, krn_cu_gemm_args)
 }
 KERNEL(__launch_bounds__(128, 2), dense_few, krn_cu_gemm_args)
 {
-    dense_quantized<warp_tile<1, 4, 4, false>>(a);
+    dense_quantized<warp_tile<1, 4, 2, false>>(a);
 }
 KERNEL(__launch_bounds__(256, 1), gate_up, krn_cu_expert_args)
 {
@@ -376,7 +376,7 @@ KERNEL(__launch_bounds__(256, 1), gate_up, krn_cu_expert_args)
 }
 KERNEL(__launch_bounds__(128, 2), gate_up_few, krn_cu_expert_args)
 {
-    experts<warp_tile<1, 4, 4, true>, GATE_UP>(a);
+    experts<warp_tile<1, 4, 2, true>, GATE_UP>(a);
 }
 KERNEL(__launch_bounds__(256, 1), down, krn_cu_expert_args)
 {
@@ -384,5 +384,5 @@ KERNEL(__launch_bounds__(256, 1), down, krn_cu_expert_args)
 }
 KERNEL(__launch_bounds__(128, 2), down_few, krn_cu_expert_args)
 {
-    experts<warp_tile<1, 4, 4, false>, DOWN>(a);
+    experts<warp_tile<1, 4, 2, false>, DOWN>(a);
 }

@@ -93,23 +93,18 @@ template <int WM, int WN, int MI_, bool PAIRED> struct warp_tile {
     /* One step of 64: tokens at a, weights at b. */
     __device__ __forceinline__ void step(uint32_t a, uint32_t b)
     {
-        static_assert(MI <= 4, "cases below");
-        switch (used) {
-        case 0:
-            break;
-        case 1:
-            multiply<1>(a, b);
-            break;
-        case 2:
-            multiply<MI < 2 ? 1 : 2>(a, b);
-            break;
-        case 3:
-            multiply<MI < 3 ? 1 : 3>(a, b);
-            break;
-        default:
-            multiply<MI>(a, b);
-            break;
-        }
+        if (used >= MI)
+            return multiply<MI>(a, b);
+        if constexpr (MI > 1)
+            if (used == 1)
+                return multiply<1>(a, b);
+        if constexpr (MI > 2)
+            if (used == 2)
+                return multiply<2>(a, b);
+        if constexpr (MI > 3)
+            if (used == 3)
+                return multiply<3>(a, b);
+        static_assert(MI <= 4, "cases above");
     }
 };
 

@@ -99,8 +99,8 @@ static int launch(void *function, unsigned grid_x, unsigned grid_y, unsigned gri
                   void **extra)
 {
     (void)stream;
-    if (shared_bytes > SHARED_MAX || grid_y > 65535 || grid_z > 65535 || block_x > 1024 || block_y != 1 ||
-        block_z != 1 || extra)
+    if (shared_bytes > (unsigned)device.shared_max || grid_y > 65535 || grid_z > 65535 || block_x > 1024 ||
+        block_y != 1 || block_z != 1 || extra)
         return KRN_CUDA_INVALID_VALUE;
     emu_launch(function, (const unsigned[3]){grid_x, grid_y, grid_z}, block_x, arguments[0]);
     return KRN_CUDA_SUCCESS;
@@ -142,6 +142,9 @@ int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struc
 {
     (void)ordinal;
     (void)err;
+    const char *shared_max = getenv("EMU_SHARED_MAX"); /* of a smaller GPU */
+    if (shared_max)
+        device.shared_max = atoi(shared_max);
     *ret_device = &device;
     return 0;
 }

@@ -635,10 +635,11 @@ static void run_experts(const struct expert_case *c)
 
 static void test_experts(void)
 {
-    for (int ty = 0; ty < KRN_TYPE_COUNT; ty++) {
-        const struct krn_type *t = &krn_type_table()[ty],
-                              *next = &krn_type_table()[(ty + 1) % KRN_TYPE_COUNT],
-                              *down = &krn_type_table()[(ty + 3) % KRN_TYPE_COUNT];
+    /* F32 comes first, and its experts need more shared memory than some GPUs have (krn_cu.h) */
+    const int first = device->shared_max < 110000, n = KRN_TYPE_COUNT - first;
+    for (int ty = 0; ty < n; ty++) {
+        const struct krn_type *table = krn_type_table() + first, *t = &table[ty],
+                              *next = &table[(ty + 1) % n], *down = &table[(ty + 3) % n];
         run_experts(&(struct expert_case){t, t, t, small ? 3 : 6, 2, 256, 256, 150, false});
         if (!small)
             run_experts(&(struct expert_case){t, next, down, 9, 3, 512, 256, 40, false});
