@@ -59,28 +59,35 @@ void shm_worker_view(void *base, const struct shm_worker_layout *l, struct shm_w
     v->slot_map = (_Atomic uint64_t *)(p + l->slot_map);
 }
 
+/* A report as words, the generation first. Copied word by word with atomics: reader and writer may meet in
+ * it. */
+#define REPORT_WORDS (sizeof(struct shm_report) / 8)
+
 int shm_report_read(const struct shm_worker *worker, uint64_t seq, struct shm_report *ret_report)
 {
-    const struct shm_report *r = &worker->report[seq % SHM_REPORTS];
-    /* acquire, pairs with the release in shm_report_write: the report is whole */
-    if (atomic_load_explicit(&r->generation, memory_order_acquire) != 2 * seq)
+    const _Atomic uint64_t *from = (const void *)&worker->report[seq % SHM_REPORTS];
+    /* acquire, pairs with the last release in shm_report_write: the report is whole */
+    if (atomic_load_explicit(from, memory_order_acquire) != 2 * seq)
         return -EAGAIN;
-    struct shm_report copy;
-    memcpy(&copy, r, sizeof copy);
-    atomic_thread_fence(memory_order_acquire); /* the copy comes before the re-check */
-    if (atomic_load_explicit(&r->generation, memory_order_relaxed) != 2 * seq)
+    uint64_t words[REPORT_WORDS] = {2 * seq};
+    /* acquire, pairs with the writer's release of each word: who sees one of the next report sees its odd
+     * mark below */
+    for (size_t i = 1; i < REPORT_WORDS; i++)
+        words[i] = atomic_load_explicit(from + i, memory_order_acquire);
+    if (atomic_load_explicit(from, memory_order_relaxed) != 2 * seq)
         return -EAGAIN;
-    *ret_report = copy;
+    memcpy(ret_report, words, sizeof words);
     return 0;
 }
 
 void shm_report_write(struct shm_worker *worker, const struct shm_report *report)
 {
-    struct shm_report *r = &worker->report[report->seq % SHM_REPORTS];
-    atomic_store_explicit(&r->generation, 2 * report->seq + 1, memory_order_relaxed);
-    atomic_thread_fence(memory_order_release); /* the odd mark comes before the fields */
-    memcpy((char *)r + sizeof r->generation, (const char *)report + sizeof r->generation,
-           sizeof *r - sizeof r->generation);
-    /* release, pairs with the acquire in shm_report_read */
-    atomic_store_explicit(&r->generation, 2 * report->seq, memory_order_release);
+    _Atomic uint64_t *to = (void *)&worker->report[report->seq % SHM_REPORTS];
+    uint64_t words[REPORT_WORDS];
+    memcpy(words, report, sizeof words);
+    atomic_store_explicit(to, 2 * report->seq + 1, memory_order_relaxed);
+    for (size_t i = 1; i < REPORT_WORDS; i++) /* release: the odd mark comes before each word */
+        atomic_store_explicit(to + i, words[i], memory_order_release);
+    /* release, pairs with the first acquire in shm_report_read */
+    atomic_store_explicit(to, 2 * report->seq, memory_order_release);
 }
