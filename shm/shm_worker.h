@@ -232,6 +232,8 @@ _Static_assert(offsetof(struct shm_worker, descriptor) % SHM_CACHE_LINE == 0, "o
 _Static_assert(offsetof(struct shm_worker, issuer_bell) % SHM_CACHE_LINE == 0, "own cache line");
 _Static_assert(offsetof(struct shm_worker, landed_groups) % SHM_CACHE_LINE == 0, "own cache line");
 _Static_assert(offsetof(struct shm_worker, done_seq) % SHM_CACHE_LINE == 0, "own cache line");
+/* Changing it needs a new magic; shm_layout.c has every offset. */
+_Static_assert(sizeof(struct shm_worker) == 11328, "shared layout");
 _Static_assert(sizeof(struct shm_worker) % SHM_CACHE_LINE == 0, "sections start on a cache line");
 
 /* Where the sections are. Made from a geometry, never read from shared memory. */

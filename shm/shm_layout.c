@@ -1,0 +1,242 @@
+/* SPDX-License-Identifier: MIT */
+/* The layout that processes of different builds share, spelled out. No code: it compiles or it does not. What
+ * fails here needs a new magic of its segment (SHM_STORE_MAGIC, SHM_WORKER_MAGIC, SHM_ARENA_MAGIC) with the
+ * new numbers. */
+#include "shm/shm_arena.h"
+#include "shm/shm_store.h"
+#include "shm/shm_worker.h"
+
+#define AT(type, field, offset)                                                                              \
+    _Static_assert(offsetof(struct type, field) == (offset), "a new magic, please")
+#define SIZE(type, bytes) _Static_assert(sizeof(struct type) == (bytes), "a new magic, please")
+
+SIZE(shm_header, 64);
+AT(shm_header, magic, 0);
+AT(shm_header, header_bytes, 8);
+AT(shm_header, writer_pid, 12);
+AT(shm_header, writer_start, 16);
+AT(shm_header, features, 24);
+AT(shm_header, total_bytes, 32);
+AT(shm_header, epoch, 40);
+AT(shm_header, created_ns, 48);
+
+SIZE(shm_bell, 8);
+AT(shm_bell, count, 0);
+AT(shm_bell, waiters, 4);
+
+SIZE(shm_geometry, 32);
+AT(shm_geometry, layers, 0);
+AT(shm_geometry, experts, 4);
+AT(shm_geometry, ring, 8);
+AT(shm_geometry, group_entries, 12);
+AT(shm_geometry, groups_per_layer, 16);
+AT(shm_geometry, slot_bytes, 24);
+
+SIZE(shm_descriptor, 32);
+AT(shm_descriptor, seq, 0);
+AT(shm_descriptor, group_base, 8);
+AT(shm_descriptor, tokens, 16);
+AT(shm_descriptor, position, 20);
+AT(shm_descriptor, flags, 24);
+
+SIZE(shm_report, 160);
+AT(shm_report, generation, 0);
+AT(shm_report, seq, 8);
+AT(shm_report, tokens, 16);
+AT(shm_report, policy, 20);
+AT(shm_report, order, 24);
+AT(shm_report, depth, 28);
+AT(shm_report, ring, 32);
+AT(shm_report, held_off, 36);
+AT(shm_report, result, 40);
+AT(shm_report, layers, 44);
+AT(shm_report, routed, 48);
+AT(shm_report, entries, 56);
+AT(shm_report, copied, 64);
+AT(shm_report, dropped, 72);
+AT(shm_report, wasted, 80);
+AT(shm_report, bytes, 88);
+AT(shm_report, wasted_bytes, 96);
+AT(shm_report, link_ns, 104);
+AT(shm_report, span_ns, 112);
+AT(shm_report, wait_ns, 120);
+AT(shm_report, outstanding_max, 128);
+
+SIZE(shm_totals, 96);
+AT(shm_totals, streams, 0);
+AT(shm_totals, cancelled, 8);
+AT(shm_totals, failed, 16);
+AT(shm_totals, held_off, 24);
+AT(shm_totals, entries, 32);
+AT(shm_totals, copied, 40);
+AT(shm_totals, dropped, 48);
+AT(shm_totals, wasted, 56);
+AT(shm_totals, bytes, 64);
+AT(shm_totals, wasted_bytes, 72);
+AT(shm_totals, link_ns, 80);
+AT(shm_totals, wait_ns, 88);
+
+SIZE(shm_worker, 11328);
+AT(shm_worker, header, 0);
+AT(shm_worker, geometry, 64);
+AT(shm_worker, stream_seq, 128);
+AT(shm_worker, released_groups, 136);
+AT(shm_worker, cancel_seq, 144);
+AT(shm_worker, wait_ns, 152);
+AT(shm_worker, layer, 160);
+AT(shm_worker, descriptor, 192);
+AT(shm_worker, issuer_bell, 256);
+AT(shm_worker, landed_bell, 264);
+AT(shm_worker, landed_groups, 320);
+AT(shm_worker, done_seq, 384);
+AT(shm_worker, result, 392);
+AT(shm_worker, detached, 396);
+AT(shm_worker, issued_entries, 400);
+AT(shm_worker, landed_entries, 408);
+AT(shm_worker, dropped_entries, 416);
+AT(shm_worker, issue_layer, 424);
+AT(shm_worker, policy, 432);
+AT(shm_worker, order, 436);
+AT(shm_worker, depth, 440);
+AT(shm_worker, held_off, 444);
+AT(shm_worker, error_text, 448);
+AT(shm_worker, totals, 960);
+AT(shm_worker, report, 1088);
+
+SIZE(shm_route, 192);
+AT(shm_route, seq, 0);
+AT(shm_route, published_ns, 8);
+AT(shm_route, mask, 16);
+
+SIZE(shm_store_worker, 144);
+AT(shm_store_worker, pid, 0);
+AT(shm_store_worker, control_fd, 4);
+AT(shm_store_worker, start, 8);
+AT(shm_store_worker, session, 16);
+AT(shm_store_worker, attached_ns, 24);
+AT(shm_store_worker, name, 32);
+AT(shm_store_worker, layers, 96);
+AT(shm_store_worker, experts, 100);
+AT(shm_store_worker, ring, 104);
+AT(shm_store_worker, groups_per_layer, 108);
+AT(shm_store_worker, slot_bytes, 112);
+AT(shm_store_worker, device, 120);
+AT(shm_store_worker, device_index, 124);
+
+SIZE(shm_store, 12224);
+AT(shm_store, header, 0);
+AT(shm_store, state, 64);
+AT(shm_store, instance, 72);
+AT(shm_store, model_path, 136);
+AT(shm_store, model_name, 1160);
+AT(shm_store, arena_path, 1288);
+AT(shm_store, fingerprint, 2312);
+AT(shm_store, arena_bytes, 2328);
+AT(shm_store, arena_generation, 2336);
+AT(shm_store, adopted, 2344);
+AT(shm_store, pinned, 2348);
+AT(shm_store, huge_pages, 2352);
+AT(shm_store, load_total_bytes, 2360);
+AT(shm_store, load_done_bytes, 2368);
+AT(shm_store, load_ns, 2376);
+AT(shm_store, ready_ns, 2384);
+AT(shm_store, reader, 2392);
+AT(shm_store, detail, 2520);
+AT(shm_store, policy, 2776);
+AT(shm_store, order, 2780);
+AT(shm_store, depth, 2784);
+AT(shm_store, floor, 2788);
+AT(shm_store, link_gbps, 2792);
+AT(shm_store, link_latency_us, 2800);
+AT(shm_store, attaches, 2808);
+AT(shm_store, detaches, 2816);
+AT(shm_store, deaths, 2824);
+AT(shm_store, refused, 2832);
+AT(shm_store, heartbeat_ns, 2840);
+AT(shm_store, device, 2848);
+AT(shm_store, worker, 3008);
+
+SIZE(shm_arena, 224);
+AT(shm_arena, header, 0);
+AT(shm_arena, state, 64);
+AT(shm_arena, generation, 72);
+AT(shm_arena, fingerprint, 80);
+AT(shm_arena, catalog_offset, 96);
+AT(shm_arena, catalog_bytes, 104);
+AT(shm_arena, catalog_sum, 112);
+AT(shm_arena, sums_offset, 120);
+AT(shm_arena, sums_sum, 128);
+AT(shm_arena, ready_offset, 136);
+AT(shm_arena, data_offset, 144);
+AT(shm_arena, data_bytes, 152);
+
+SIZE(shm_string, 8);
+AT(shm_string, offset, 0);
+AT(shm_string, bytes, 4);
+
+SIZE(shm_tensor, 120);
+AT(shm_tensor, name, 0);
+AT(shm_tensor, type, 64);
+AT(shm_tensor, n_dims, 68);
+AT(shm_tensor, dim, 72);
+AT(shm_tensor, offset, 104);
+AT(shm_tensor, bytes, 112);
+
+SIZE(shm_part, 24);
+AT(shm_part, type, 0);
+AT(shm_part, rows, 4);
+AT(shm_part, cols, 8);
+AT(shm_part, offset, 12);
+AT(shm_part, bytes, 16);
+
+SIZE(shm_layer, 96);
+AT(shm_layer, blobs_offset, 0);
+AT(shm_layer, blob_bytes, 8);
+AT(shm_layer, blob_stride, 16);
+AT(shm_layer, gate, 24);
+AT(shm_layer, up, 48);
+AT(shm_layer, down, 72);
+
+SIZE(shm_hparams, 240);
+AT(shm_hparams, architecture, 0);
+AT(shm_hparams, name, 32);
+AT(shm_hparams, layers, 160);
+AT(shm_hparams, hidden, 164);
+AT(shm_hparams, vocab, 168);
+AT(shm_hparams, context, 172);
+AT(shm_hparams, heads, 176);
+AT(shm_hparams, kv_heads, 180);
+AT(shm_hparams, head_dim, 184);
+AT(shm_hparams, value_dim, 188);
+AT(shm_hparams, experts, 192);
+AT(shm_hparams, experts_used, 196);
+AT(shm_hparams, expert_ffn, 200);
+AT(shm_hparams, norm_topk, 204);
+AT(shm_hparams, rms_eps, 208);
+AT(shm_hparams, rope_base, 212);
+AT(shm_hparams, tied_head, 216);
+
+SIZE(shm_strings, 24);
+AT(shm_strings, count, 0);
+AT(shm_strings, offsets, 8);
+AT(shm_strings, bytes, 16);
+
+SIZE(shm_tokenizer, 104);
+AT(shm_tokenizer, model, 0);
+AT(shm_tokenizer, pre, 8);
+AT(shm_tokenizer, chat_template, 16);
+AT(shm_tokenizer, tokens, 24);
+AT(shm_tokenizer, merges, 48);
+AT(shm_tokenizer, types, 72);
+AT(shm_tokenizer, bos, 80);
+AT(shm_tokenizer, eos, 84);
+AT(shm_tokenizer, add_bos, 92);
+AT(shm_tokenizer, eot, 96);
+
+SIZE(shm_catalog, 368);
+AT(shm_catalog, hparams, 0);
+AT(shm_catalog, n_dense, 240);
+AT(shm_catalog, n_layers, 244);
+AT(shm_catalog, dense, 248);
+AT(shm_catalog, layers, 256);
+AT(shm_catalog, tokenizer, 264);
