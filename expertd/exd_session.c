@@ -32,6 +32,7 @@ struct exd_session {
     struct krn_link *link;
     struct exd_issuer *issuer;
     double link_gbps, link_latency_us;
+    uint32_t floor; /* as attached */
 
     pthread_mutex_t lock; /* fault: written by the issuer's thread */
     struct shm_error fault;
@@ -220,6 +221,7 @@ static int start_threads(struct exd_session *s, const struct exd_session_config 
         issuer.settings.depth = r->depth;
     if (r->floor)
         issuer.settings.floor = r->floor;
+    s->floor = issuer.settings.floor;
     return exd_issuer_start(&issuer, &s->issuer, err);
 }
 
@@ -332,6 +334,13 @@ int exd_session_configure(struct exd_session *session, const struct prt_configur
         return shm_error_set(err, EBUSY,
                              "CONFIGURE: the link of worker %s is in use: pace it between two streams",
                              session->name);
+    /* a worker on a GPU takes a layer of a smaller chunk as a whole, which only works while nothing is copied
+     * ahead */
+    if (session->cuda && r->floor && r->floor < session->floor)
+        return shm_error_set(err, EINVAL,
+                             "CONFIGURE: floor: worker %s attached with %u and can't go below: start it with "
+                             "--floor %u",
+                             session->name, session->floor, r->floor);
     struct exd_stream_settings settings = {
         .policy = r->policy, .order = r->order, .depth = r->depth, .floor = r->floor};
     int rc = exd_issuer_configure(session->issuer, &settings, err);

@@ -4,7 +4,7 @@
  *
  * Looking (status, workers, rings, trace, verify) maps shared memory read-only
  * and asks expertd nothing, so it works while expertd is stopped and disturbs
- * no stream. Only drain and stop send a message.
+ * no stream. Only configure, drain and stop send a message.
  *
  * Exit status: 0 as it should be, 1 a problem was seen, 2 can't attach, 3
  * other layout or protocol version.
@@ -27,10 +27,11 @@
 struct ctl_options {
     const char *runtime_dir, *instance;
     bool json;
-    double watch_s;    /* 0: once */
-    uint32_t count;    /* trace: chunks shown a worker */
-    uint32_t worker;   /* pid; 0: all */
-    double deadline_s; /* drain, stop */
+    double watch_s;                        /* 0: once */
+    uint32_t count;                        /* trace: chunks shown a worker */
+    uint32_t worker;                       /* pid; 0: all */
+    double deadline_s;                     /* drain, stop */
+    struct prt_configure_request settings; /* configure; its session 0: that of the worker */
 };
 
 /* One worker as it was at one moment. Fields of the segment were copied once; they may be torn against
@@ -83,5 +84,8 @@ void ctl_json_print(json_t *value);
 
 /* Recomputes every checksum of the arena; names the first bad tensor or expert. */
 int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+
+/* Changes what is given of a live worker's settings from its next stream on, prints all of them. */
+int ctl_configure(struct prt_client *client, const struct ctl_options *options, struct shm_error *err);
 
 #endif

@@ -27,6 +27,7 @@ struct command {
     const char *name;
     int (*show)(const struct ctl_snapshot *, const struct ctl_options *); /* NULL: a call */
     int (*call)(struct prt_client *, const struct ctl_options *, struct shm_error *);
+    bool prints; /* a call that prints its own answer */
 };
 
 static int call_drain(struct prt_client *client, const struct ctl_options *o, struct shm_error *err)
@@ -40,28 +41,42 @@ static int call_stop(struct prt_client *client, const struct ctl_options *o, str
 }
 
 static const struct command commands[] = {
-    {"status", ctl_show_status, NULL}, {"workers", ctl_show_workers, NULL}, {"rings", ctl_show_rings, NULL},
-    {"trace", ctl_show_trace, NULL},   {"verify", ctl_verify, NULL},        {"drain", NULL, call_drain},
-    {"stop", NULL, call_stop},
+    {"status", ctl_show_status, NULL, false}, {"workers", ctl_show_workers, NULL, false},
+    {"rings", ctl_show_rings, NULL, false},   {"trace", ctl_show_trace, NULL, false},
+    {"verify", ctl_verify, NULL, false},      {"configure", NULL, ctl_configure, true},
+    {"drain", NULL, call_drain, false},       {"stop", NULL, call_stop, false},
 };
 
-static const char doc[] = "Looks into a running expertd, or tells it to drain or stop.\v"
-                          "Commands:\n"
-                          "  status    the instance: model, arena, defaults, sessions\n"
-                          "  workers   attached workers and their totals\n"
-                          "  rings     per worker: layers, head, landed, outstanding, dropped, slot states\n"
-                          "  trace     per worker: what became of its last chunks\n"
-                          "  verify    recompute every checksum of the arena\n"
-                          "  drain     no new streams and sessions from now on\n"
-                          "  stop      drain, then end expertd; returns when it has ended\n"
-                          "\n"
-                          "All but drain and stop only look at shared memory, read-only: they work while "
-                          "expertd is stopped by SIGSTOP and "
-                          "disturb no stream. Exit status: 0 as it should be, 1 a problem was seen, 2 can't "
-                          "attach, 3 another layout or "
-                          "protocol version.";
+static const char doc[] =
+    "Looks into a running expertd, changes a worker's settings, or tells it to drain or stop.\v"
+    "Commands:\n"
+    "  status     the instance: model, arena, defaults, sessions\n"
+    "  workers    attached workers and their totals\n"
+    "  rings      per worker: layers, head, landed, outstanding, dropped, slot states\n"
+    "  trace      per worker: what became of its last chunks\n"
+    "  verify     recompute every checksum of the arena\n"
+    "  configure  settings of a live worker, from its next stream on\n"
+    "  drain      no new streams and sessions from now on\n"
+    "  stop       drain, then end expertd; returns when it has ended\n"
+    "\n"
+    "All but the last three only look at shared memory, read-only: they work while "
+    "expertd is stopped by SIGSTOP and "
+    "disturb no stream. Exit status: 0 as it should be, 1 a problem was seen, 2 can't "
+    "attach, 3 another layout or "
+    "protocol version.";
 
-enum { OPT_RUNTIME_DIR = 0x100, OPT_JSON, OPT_DEADLINE };
+enum {
+    OPT_RUNTIME_DIR = 0x100,
+    OPT_JSON,
+    OPT_DEADLINE,
+    OPT_SESSION,
+    OPT_STREAM,
+    OPT_ORDER,
+    OPT_DEPTH,
+    OPT_FLOOR,
+    OPT_GBPS,
+    OPT_LATENCY
+};
 
 static const struct argp_option options[] = {
     {"instance", 'i', "NAME", 0, "Instance to look at (default: default)", 0},
@@ -73,6 +88,13 @@ static const struct argp_option options[] = {
     {"count", 'n', "N", 0, "trace: chunks of each worker, newest last (default: 16)", 0},
     {"deadline", OPT_DEADLINE, "SECONDS", 0, "drain, stop: how long running streams may take (default: 10)",
      0},
+    {"session", OPT_SESSION, "N", 0, "configure: the worker by its session (else by --worker)", 0},
+    {"stream", OPT_STREAM, "full|routed", 0, "configure: copy every streamed expert, or only routed ones", 0},
+    {"order", OPT_ORDER, "index|recent|predicted", 0, "configure: order inside a layer", 0},
+    {"depth", OPT_DEPTH, "N", 0, "configure: most copies outstanding (routed)", 0},
+    {"floor", OPT_FLOOR, "TOKENS", 0, "configure: smallest chunk that streams ahead of the router", 0},
+    {"link-gbps", OPT_GBPS, "X", 0, "configure: pace the link to X * 1e9 bytes a second; 0: unpaced", 0},
+    {"link-latency-us", OPT_LATENCY, "X", 0, "configure: add X microseconds to each copy; 0: none", 0},
     {0},
 };
 
@@ -90,6 +112,47 @@ static double number(struct argp_state *state, const char *option, const char *a
     if (errno || *end || end == arg || !(value > low && value <= high))
         argp_error(state, "--%s: '%s' is not a number above %g and up to %g", option, arg, low, high);
     return value;
+}
+
+/* A setting of configure; rc and err from its parser. */
+static error_t setting(struct argp_state *state, int rc, const struct shm_error *err)
+{
+    if (rc)
+        argp_error(state, "%s", shm_error_text(err));
+    return 0;
+}
+
+static error_t parse_setting(int key, const char *arg, struct argp_state *state,
+                             struct prt_configure_request *r)
+{
+    struct shm_error err = {0};
+    uint64_t n = 0;
+    double *x = key == OPT_GBPS ? &r->link_gbps : &r->link_latency_us;
+    switch (key) {
+    case OPT_SESSION:
+        return setting(state, shm_number_parse("--session", arg, 1, UINT64_MAX, &r->session, &err), &err);
+    case OPT_STREAM:
+        return setting(state, shm_policy_parse("--stream", arg, &r->policy, &err), &err);
+    case OPT_ORDER:
+        return setting(state, shm_order_parse("--order", arg, &r->order, &err), &err);
+    case OPT_DEPTH:
+        setting(state, shm_number_parse("--depth", arg, 1, SHM_RING_MAX, &n, &err), &err);
+        r->depth = (uint32_t)n;
+        return 0;
+    case OPT_FLOOR:
+        setting(state, shm_number_parse("--floor", arg, 1, UINT32_MAX, &n, &err), &err);
+        r->floor = (uint32_t)n;
+        return 0;
+    case OPT_GBPS:
+    case OPT_LATENCY:
+        setting(state,
+                shm_real_parse(key == OPT_GBPS ? "--link-gbps" : "--link-latency-us", arg, -1, 1e6, x, &err),
+                &err);
+        *x = *x > 0 ? *x : -1; /* 0 means "keep" in the request */
+        return 0;
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
 }
 
 static error_t parse(int key, char *arg, struct argp_state *state)
@@ -128,7 +191,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         argp_error(state, "a command is missing");
         return 0;
     default:
-        return ARGP_ERR_UNKNOWN;
+        return parse_setting(key, arg, state, &p->options.settings);
     }
 }
 
@@ -198,7 +261,7 @@ static int call(const struct parsed *p, struct shm_error *err)
     if (rc)
         return rc == -EPROTO ? CTL_EXIT_VERSION : CTL_EXIT_PROBLEM;
     *err = (struct shm_error){0}; /* that it ended before it had answered is no failure of a stop */
-    if (p->options.json)
+    if (p->options.json && !p->command->prints)
         printf("{\"%s\": true}\n", p->command->name);
     return CTL_EXIT_OK;
 }

@@ -135,6 +135,8 @@ WRONG = [
     ("expertctl", [], "command"),
     ("expertctl", ["status", "--watch", "never"], "watch"),
     ("expertctl", ["trace", "--count", "-3"], "count"),
+    ("expertctl", ["configure", "--order", "best"], "predicted"),
+    ("expertctl", ["configure", "--floor", "0"], "floor"),
     ("expert-bench", ["--no-such-option"], "no-such-option"),
     ("expert-bench", ["--prompt", "x", "fast"], "fast"),
     ("expert-bench", ["--prompt", "x", "--pairs", "0"], "pairs"),

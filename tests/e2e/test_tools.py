@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import BUILD, EXPERTCTL, INFERD, SLOW, STORY, TOP, die_with_parent
+from conftest import BUILD, Chat, EXPERTCTL, INFERD, SLOW, STORY, TOP, die_with_parent
 
 BENCH = BUILD / "tools/expert-bench"
 PROMPT = TOP / "tools/model/prompt.txt"
@@ -216,6 +216,42 @@ def test_watch_survives_a_restart(world):
     assert re.search(r"\(live\).*\(stale.*\(live\)", out, re.S), out
 
 
+def test_configure_holds_from_the_next_stream_on(world, prompt):
+    """An operator changes a live worker; its answers stay the same bits."""
+    world.expertd()
+    chat = Chat(world, "--temperature", "0", "-n", "1", "--ignore-eos", "--chunk", "64", "--floor", "16", "--order",
+                "recent")
+    story = prompt.read_text()[:300].replace("\n", " ")
+    first = chat.ask(story)
+    assert first["stream"]["policy"] == "routed" and first["stream"]["order"] == "recent"
+    who = ["--worker", str(chat.process.pid)]
+    before = show(world, "configure", *who, "--json")
+    assert set(before) == documented("configure")
+    assert (before["policy"], before["order"], before["floor"]) == ("routed", "recent", 16)
+    now = show(world, "configure", *who, "--json", "--stream", "full", "--depth", "3", "--link-gbps", "5",
+               "--link-latency-us", "2.5")
+    assert now == {**before, "policy": "full", "depth": 3, "link_gbps": 5, "link_latency_us": 2.5}
+    assert chat.ask(story)["stream"]["policy"] == "full"
+    session = ["--session", str(before["session"])]
+    text = show(world, "configure", *session, "--stream", "routed", "--order", "index", "--link-gbps", "0",
+                "--link-latency-us", "0")
+    assert "order index, depth 3" in text and "unpaced" in text, text
+    third = chat.ask(story)["stream"]
+    assert (third["policy"], third["order"], third["depth"]) == ("routed", "index", 3)
+    show(world, "configure", *session, "--floor", "100000")
+    assert chat.ask(story)["stream"]["policy"] == "demand"
+    assert chat.end() == 0
+
+
+def test_configure_of_nobody(world):
+    world.expertd()
+    for argv, word in (([], "--worker"), (["--worker", "1"], "no such worker"), (["--session", "77"], "no such worker")):
+        r = world.ctl("configure", *argv, check=False)
+        assert r.returncode == 1 and not r.stdout
+        (line,) = r.stderr.splitlines()
+        assert word in line, line
+
+
 def test_drain_refuses_new_work(world, prompt):
     d = world.expertd()
     assert show(world, "drain", "--json", "--deadline", "5") == {"drain": True}
@@ -251,7 +287,7 @@ def test_stop_ends_within_the_deadline(world, prompt):
 
 
 def test_exit_codes_without_an_instance(world):
-    for command in [*LOOKS, "drain", "stop"]:
+    for command in [*LOOKS, "configure", "drain", "stop"]:
         r = world.ctl(command, check=False, instance="nobody")
         assert r.returncode == 2 and not r.stdout
         (line,) = r.stderr.splitlines()

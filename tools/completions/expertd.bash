@@ -56,8 +56,9 @@ _expertd_complete() {
         esac
         ;;
     expertctl)
-        commands="status workers rings trace verify drain stop"
-        options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --deadline"
+        commands="status workers rings trace verify configure drain stop"
+        options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --deadline
+            --session --stream --order --depth --floor --link-gbps --link-latency-us"
         ;;
     expert-bench)
         options="--model -i --instance --runtime-dir --prompt --prompt-file -n --pairs --link-gbps --link-latency-us
