@@ -48,6 +48,7 @@ struct ctl_worker {
     uint64_t *slots;                       /* [geometry.ring], owned */
     struct shm_report report[SHM_REPORTS]; /* whole ones, oldest first */
     uint32_t reports;
+    uint32_t overrun; /* of the last ones: written over, or being written, while they were read */
 };
 
 /* An instance at one moment. */

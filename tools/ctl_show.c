@@ -390,9 +390,19 @@ int ctl_show_trace(const struct ctl_snapshot *n, const struct ctl_options *optio
         const struct ctl_worker *w = &n->worker[i];
         uint32_t first = w->reports > options->count ? w->reports - options->count : 0;
         json_t *o = json_object(), *chunks = json_array();
+        bool stale = n->liveness != PRT_LIVE || !w->mapped;
         set_int(o, "pid", atomic_load(&w->row.pid));
+        set_int(o, "overrun", w->overrun);
+        set_bool(o, "stale", stale);
         if (!options->json) {
             printf("worker %u %.64s\n", atomic_load(&w->row.pid), w->row.name);
+            if (n->liveness != PRT_LIVE)
+                printf("  stale writer: expertd (pid %u) %s, no chunk is added any more\n",
+                       n->store->header.writer_pid, n->liveness == PRT_STALE ? "died" : "has ended");
+            if (!w->mapped)
+                printf("  unreadable: %s\n", w->why);
+            if (w->overrun)
+                printf("  overrun: %u of its chunks, written over while they were read\n", w->overrun);
             printf("%6s %6s %7s %9s %7s %8s %8s %8s %9s %9s %9s %s\n", "CHUNK", "TOKENS", "POLICY", "ORDER",
                    "ROUTED", "COPIED", "DROPPED", "UNROUTED", "MB", "LINK ms", "WAIT ms", "RESULT");
         }

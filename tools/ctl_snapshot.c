@@ -70,6 +70,8 @@ static void copy_segment(struct ctl_worker *w, const void *base, const struct sh
     for (uint64_t k = n; k > 0; k--)
         if (shm_report_read(s, last - k + 1, &w->report[w->reports]) == 0)
             w->reports++;
+        else
+            w->overrun++;
 }
 
 void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_snapshot *ret_snapshot)

@@ -97,7 +97,7 @@ def test_trace_tells_what_the_worker_tells(world, prompt):
         workers = show(world, "trace", "--json")
         return workers and workers[0]["chunks"]
     first = world.until(lambda: p.poll() is None and chunks(), what="a chunk is done")[0]
-    assert set(first) == documented("trace") - {"pid", "chunks"}
+    assert set(first) == documented("trace") - {"pid", "overrun", "stale", "chunks"}
     text = show(world, "trace", "--worker", str(p.pid), "--count", "1")
     result = finish(p)
     told = result["chunks"][0]
@@ -214,6 +214,32 @@ def test_watch_survives_a_restart(world):
     out, _ = p.communicate(timeout=5 * SLOW)
     assert p.returncode == 0
     assert re.search(r"\(live\).*\(stale.*\(live\)", out, re.S), out
+
+
+def test_trace_tells_overrun_and_a_stale_writer(world, prompt):
+    d = world.expertd()
+    chat = Chat(world, "--temperature", "0", "-n", "3", "--ignore-eos")
+    chat.ask("Once upon a time")
+    (t,) = show(world, "trace", "--json")
+    assert set(t) == {"pid", "overrun", "stale", "chunks"} and not t["overrun"] and not t["stale"]
+    assert len(t["chunks"]) >= 3
+    # as if expertd were writing chunk 2 right now: the generation of its report is odd (report[2], each of 160 bytes)
+    for fd in pathlib.Path(f"/proc/{t['pid']}/fd").iterdir():
+        if "memfd" in os.readlink(fd):
+            with open(fd, "r+b", buffering=0) as segment:
+                if segment.read(8).startswith(b"EXDWRK"):
+                    segment.seek(1088 + 2 * 160)
+                    segment.write((2 * 66 + 1).to_bytes(8, "little"))
+    (now,) = show(world, "trace", "--json")
+    assert now["overrun"] == 1 and [c["stream"] for c in now["chunks"]] == [
+        c["stream"] for c in t["chunks"] if c["stream"] != 2]
+    assert "overrun: 1 of" in show(world, "trace")
+    d.kill()
+    d.wait()
+    (dead,) = show(world, "trace", "--json")
+    assert dead["stale"] and dead["chunks"] == now["chunks"]
+    assert "stale writer" in show(world, "trace")
+    chat.end()
 
 
 def test_configure_holds_from_the_next_stream_on(world, prompt):
