@@ -62,8 +62,8 @@ static int map(struct exd_arena *a, uint64_t bytes, struct shm_error *err)
 {
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, a->fd, 0);
     if (base == MAP_FAILED)
-        return shm_error_set(err, errno, "arena %s: cannot map %llu bytes: %m", a->path,
-                             (unsigned long long)bytes);
+        return shm_error_set(err, errno, "arena %s: cannot map %llu bytes: %m%s", a->path,
+                             (unsigned long long)bytes, shm_error_remedy(errno));
     madvise(base, bytes, MADV_DONTDUMP); /* a core file need not hold the model */
     a->base = base;
     a->bytes = bytes;
@@ -287,7 +287,7 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
 {
     struct exd_arena *a = calloc(1, sizeof *a);
     if (!a)
-        return shm_error_set(err, ENOMEM, "arena: no memory");
+        return shm_error_set(err, ENOMEM, "arena: no memory; free some");
     a->fd = -1;
     int rc = exd_place_open(config, &a->place, err);
     if (rc) {

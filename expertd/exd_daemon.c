@@ -30,7 +30,7 @@ static int watch(struct exd_daemon *d, int fd, uint64_t what, struct shm_error *
 {
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = what};
     if (epoll_ctl(d->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0)
-        return shm_error_set(err, errno, "epoll: %s", strerror(errno));
+        return shm_error_set(err, errno, "epoll: %s%s", strerror(errno), shm_error_remedy(errno));
     return 0;
 }
 
@@ -381,7 +381,7 @@ static int open_sources(struct exd_daemon *d, struct shm_error *err)
     d->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     d->start.done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (d->epoll_fd < 0 || d->signal_fd < 0 || d->timer_fd < 0 || d->wake_fd < 0 || d->start.done_fd < 0)
-        return shm_error_set(err, errno, "event loop: %s", strerror(errno));
+        return shm_error_set(err, errno, "event loop: %s%s", strerror(errno), shm_error_remedy(errno));
     struct itimerspec second = {.it_interval.tv_sec = HEARTBEAT_NS / 1000000000,
                                 .it_value.tv_sec = HEARTBEAT_NS / 1000000000};
     timerfd_settime(d->timer_fd, 0, &second, NULL);
@@ -422,7 +422,7 @@ static int set_up(struct exd_daemon *d, struct shm_error *err)
         return rc;
     d->replay = prt_replay_new();
     if (!d->replay)
-        return shm_error_set(err, ENOMEM, "no memory for the replay table");
+        return shm_error_set(err, ENOMEM, "no memory for the replay table; free some");
     unlink(d->paths.socket); /* under the lock: whoever made it is dead */
     rc = exd_store_create(&d->paths, d->model_path, o, &d->store, err);
     if (rc < 0)

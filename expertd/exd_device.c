@@ -87,7 +87,7 @@ int exd_device_open(enum exd_device_kind kind, int ordinal, struct exd_device **
 {
     struct exd_device *d = calloc(1, sizeof(*d));
     if (!d)
-        return shm_error_set(err, ENOMEM, "device: no memory");
+        return shm_error_set(err, ENOMEM, "device: no memory; free some");
     d->kind = kind;
     struct shm_error why = {0};
     int rc = kind == EXD_DEVICE_HOST ? shm_error_set(&why, ENOTSUP, "expertd runs with --device host")

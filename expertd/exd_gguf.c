@@ -140,7 +140,8 @@ static int join_tensors(struct exd_gguf *g, struct shm_error *err)
     g->tensor = calloc(total ? total : 1, sizeof(*g->tensor));
     g->tensor_sorted = calloc(total ? total : 1, sizeof(*g->tensor_sorted));
     if (!g->tensor || !g->tensor_sorted)
-        return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu64 " tensors", g->part[0].path, total);
+        return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu64 " tensors; free some", g->part[0].path,
+                             total);
     for (uint32_t i = 0; i < g->n_parts; i++) {
         struct exd_gguf_part *part = &g->part[i];
 
@@ -222,13 +223,13 @@ int exd_gguf_open(const char *path, struct exd_gguf **ret_gguf, struct shm_error
                              EXD_GGUF_SHARDS_MAX);
     g = allocate(split ? count : 1);
     if (!g)
-        return shm_error_set(err, ENOMEM, "%s: no memory to open it", path);
+        return shm_error_set(err, ENOMEM, "%s: no memory to open it; free some", path);
     for (uint32_t i = 0; i < g->n_parts; i++) {
         struct exd_gguf_part *part = &g->part[i];
 
         part->path = split ? shard_path(path, i + 1, count) : strdup(path);
         if (!part->path) {
-            r = shm_error_set(err, ENOMEM, "%s: no memory to open it", path);
+            r = shm_error_set(err, ENOMEM, "%s: no memory to open it; free some", path);
             goto fail;
         }
         r = open_file(part, err);
@@ -260,11 +261,11 @@ int exd_gguf_open_memory(const struct exd_gguf_memory *src, size_t n, struct exd
         return shm_error_set(err, EINVAL, "%zu shards given, supported are 1 to %u", n, EXD_GGUF_SHARDS_MAX);
     g = allocate((uint32_t)n);
     if (!g)
-        return shm_error_set(err, ENOMEM, "%s: no memory to open it", src[0].name);
+        return shm_error_set(err, ENOMEM, "%s: no memory to open it; free some", src[0].name);
     for (size_t i = 0; i < n; i++) {
         g->part[i].path = strdup(src[i].name);
         if (!g->part[i].path) {
-            r = shm_error_set(err, ENOMEM, "%s: no memory to open it", src[0].name);
+            r = shm_error_set(err, ENOMEM, "%s: no memory to open it; free some", src[0].name);
             goto fail;
         }
         g->part[i].pub.size_bytes = src[i].size_bytes;

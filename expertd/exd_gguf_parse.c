@@ -52,7 +52,7 @@ static int load(struct cursor *c, uint64_t end)
             cap = c->size;
         p = realloc(c->buf, cap);
         if (!p)
-            return shm_error_set(c->err, ENOMEM, "%s: no memory for a header of %" PRIu64 " bytes",
+            return shm_error_set(c->err, ENOMEM, "%s: no memory for a header of %" PRIu64 " bytes; free some",
                                  c->part->path, want);
         c->buf = p;
         c->cap = cap;
@@ -292,7 +292,8 @@ static int sort_keys(struct exd_gguf_part *part, struct shm_error *err)
 {
     part->kv_sorted = malloc((part->n_kv ? part->n_kv : 1) * sizeof(*part->kv_sorted));
     if (!part->kv_sorted)
-        return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu32 " keys", part->path, part->n_kv);
+        return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu32 " keys; free some", part->path,
+                             part->n_kv);
     for (uint32_t i = 0; i < part->n_kv; i++)
         part->kv_sorted[i] = i;
     qsort_r(part->kv_sorted, part->n_kv, sizeof(*part->kv_sorted), cmp_kv, part);
@@ -332,7 +333,8 @@ static int check_ranges(struct exd_gguf_part *part, struct shm_error *err)
     int r = 0;
 
     if (!order)
-        return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu32 " tensors", part->path, part->n_raw);
+        return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu32 " tensors; free some", part->path,
+                             part->n_raw);
     for (uint32_t i = 0; i < part->n_raw; i++)
         order[i] = i;
     qsort_r(order, part->n_raw, sizeof(*order), cmp_offset, part->raw);
@@ -411,7 +413,8 @@ static int parse_all(struct cursor *c)
     part->kv = calloc(n_keys ? n_keys : 1, sizeof(*part->kv));
     part->raw = calloc(n_tensors ? n_tensors : 1, sizeof(*part->raw));
     if (!part->kv || !part->raw)
-        return shm_error_set(c->err, ENOMEM, "%s: no memory for %" PRIu64 " keys and %" PRIu64 " tensors",
+        return shm_error_set(c->err, ENOMEM,
+                             "%s: no memory for %" PRIu64 " keys and %" PRIu64 " tensors; free some",
                              part->path, n_keys, n_tensors);
     for (; part->n_kv < n_keys; part->n_kv++) {
         r = parse_key(c, &part->kv[part->n_kv]);

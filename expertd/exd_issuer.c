@@ -294,7 +294,7 @@ int exd_issuer_start(const struct exd_issuer_config *config, struct exd_issuer *
         return rc;
     struct exd_issuer *i = calloc(1, sizeof *i);
     if (!i)
-        return shm_error_set(err, ENOMEM, "issuer of worker %s: no memory", config->name);
+        return shm_error_set(err, ENOMEM, "issuer of worker %s: no memory; free some", config->name);
     i->config = *config;
     if (!i->config.watchdog_ns)
         i->config.watchdog_ns = WATCHDOG_DEFAULT;
@@ -305,12 +305,13 @@ int exd_issuer_start(const struct exd_issuer_config *config, struct exd_issuer *
     pthread_mutex_init(&i->lock, NULL);
     i->stream = exd_stream_new(config->arena, &config->control, &config->geometry, config->link, i->name);
     if (!i->stream) {
-        rc = shm_error_set(err, ENOMEM, "issuer of worker %s: no memory for its tables", i->name);
+        rc = shm_error_set(err, ENOMEM, "issuer of worker %s: no memory for its tables; free some", i->name);
         goto fail;
     }
     rc = pthread_create(&i->thread, NULL, run, i);
     if (rc) {
-        rc = shm_error_set(err, rc, "issuer of worker %s: can't start its thread: %s", i->name, strerror(rc));
+        rc = shm_error_set(err, rc, "issuer of worker %s: can't start its thread: %s%s", i->name,
+                           strerror(rc), shm_error_remedy(rc));
         goto fail;
     }
     *ret_issuer = i;

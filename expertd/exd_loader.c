@@ -161,7 +161,7 @@ static int list_items(struct exd_loader *l, const struct exd_model *m, struct sh
     l->item = calloc(m->n_dense + (size_t)m->hp.layers * EXD_PART_COUNT, sizeof *l->item);
     l->missing = calloc(v->units, sizeof *l->missing);
     if (!l->item || !l->missing)
-        return shm_error_set(err, ENOMEM, "loader: no memory");
+        return shm_error_set(err, ENOMEM, "loader: no memory; free some");
     for (uint32_t i = 0; i < m->n_dense; i++) {
         const struct exd_gguf_tensor *t = m->dense[i].tensor;
         if (t->size_bytes != v->dense[i].bytes)
@@ -206,7 +206,7 @@ static int open_reader(struct exd_loader *l, const struct exd_loader_config *c, 
     uint32_t n = exd_gguf_shard_count(c->model->gguf);
     struct exd_reader_file *file = calloc(n, sizeof *file);
     if (!file)
-        return shm_error_set(err, ENOMEM, "loader: no memory");
+        return shm_error_set(err, ENOMEM, "loader: no memory; free some");
     for (uint32_t i = 0; i < n; i++) {
         const struct exd_gguf_shard *s = exd_gguf_shard(c->model->gguf, i);
         file[i] = (struct exd_reader_file){.path = s->path, .fd = s->fd};
@@ -221,7 +221,7 @@ int exd_loader_start(const struct exd_loader_config *config, struct exd_loader *
 {
     struct exd_loader *l = calloc(1, sizeof *l);
     if (!l)
-        return shm_error_set(err, ENOMEM, "loader: no memory");
+        return shm_error_set(err, ENOMEM, "loader: no memory; free some");
     l->arena = config->arena;
     l->view = exd_arena_view(config->arena);
     l->progress = config->progress;
@@ -230,7 +230,7 @@ int exd_loader_start(const struct exd_loader_config *config, struct exd_loader *
     int rc = 0;
     l->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (l->fd < 0)
-        rc = shm_error_set(err, errno, "loader: no event descriptor: %m");
+        rc = shm_error_set(err, errno, "loader: no event descriptor: %m%s", shm_error_remedy(errno));
     if (!rc)
         rc = list_items(l, config->model, err);
     if (!rc)

@@ -152,7 +152,8 @@ int exd_model_open(const struct exd_gguf *gguf, struct exd_model **ret_model, st
     int r;
 
     if (!m)
-        return shm_error_set(err, ENOMEM, "%s: no memory for the model description", exd_gguf_path(gguf));
+        return shm_error_set(err, ENOMEM, "%s: no memory for the model description; free some",
+                             exd_gguf_path(gguf));
     m->gguf = gguf;
     if ((r = find_arch(&b)) < 0 || (r = opt_str(&b, "general.name", &m->name)) < 0 ||
         (r = read_tokenizer(&b)) < 0 || (r = b.arch->hparams(&b)) < 0)
@@ -162,7 +163,8 @@ int exd_model_open(const struct exd_gguf *gguf, struct exd_model **ret_model, st
     m->dense = calloc(b.dense_cap, sizeof(*m->dense));
     m->layer = calloc(m->hp.layers, sizeof(*m->layer));
     if (!m->dense || !m->layer) {
-        r = shm_error_set(err, ENOMEM, "%s: no memory for the model description", exd_gguf_path(gguf));
+        r = shm_error_set(err, ENOMEM, "%s: no memory for the model description; free some",
+                          exd_gguf_path(gguf));
         goto fail;
     }
     r = b.arch->tensors(&b);

@@ -215,7 +215,7 @@ int exd_plan_make(const struct exd_model *model, struct exd_plan **ret_plan, str
         plan->catalog = calloc(1, round_up(b.used, 64));
     if (!plan || !plan->catalog) {
         exd_plan_free(&plan);
-        return shm_error_set(err, ENOMEM, "model %s: no memory for a catalog of %llu bytes",
+        return shm_error_set(err, ENOMEM, "model %s: no memory for a catalog of %llu bytes; free some",
                              exd_gguf_path(model->gguf), (unsigned long long)b.used);
     }
     plan->catalog_bytes = round_up(b.used, 64);

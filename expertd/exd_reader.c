@@ -71,7 +71,7 @@ static int open_file(struct exd_reader *reader, uint32_t index, const struct exd
 
     file->path = strdup(from->path);
     if (!file->path)
-        return shm_error_set(err, ENOMEM, "%s: no memory for the file's name", from->path);
+        return shm_error_set(err, ENOMEM, "%s: no memory for the file's name; free some", from->path);
     if (from->fd >= 0) { /* the same inode, whatever the path says by now */
         snprintf(link_path, sizeof link_path, "/proc/self/fd/%d", from->fd);
         name = link_path;
@@ -157,13 +157,14 @@ static int make_pool(struct exd_reader *reader, struct shm_error *err)
     reader->pool = mmap(NULL, reader->pool_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (reader->pool == MAP_FAILED) {
         reader->pool = NULL;
-        return shm_error_set(err, ENOMEM, "no memory for %zu KiB of read buffers; lower the depth",
+        return shm_error_set(err, ENOMEM,
+                             "no memory for %zu KiB of read buffers; lower the depth or free some",
                              reader->pool_bytes >> 10);
     }
     madvise(reader->pool, reader->pool_bytes, MADV_HUGEPAGE); /* fewer pages to pin; no matter if refused */
     reader->pieces = calloc(reader->depth, sizeof *reader->pieces);
     if (!reader->pieces)
-        return shm_error_set(err, ENOMEM, "no memory for %u read descriptors", reader->depth);
+        return shm_error_set(err, ENOMEM, "no memory for %u read descriptors; free some", reader->depth);
     for (uint32_t i = 0; i < reader->depth; i++)
         reader->pieces[i].buf = reader->pool + (size_t)i * reader->piece_bytes;
     return 0;
@@ -265,11 +266,11 @@ int exd_reader_open(const struct exd_reader_config *config, const struct exd_rea
         return r;
     reader = calloc(1, sizeof *reader);
     if (!reader)
-        return shm_error_set(err, ENOMEM, "no memory for the file reader");
+        return shm_error_set(err, ENOMEM, "no memory for the file reader; free some");
     reader->faults = config->faults;
     reader->files = calloc(n_files, sizeof *reader->files);
     if (!reader->files) {
-        r = shm_error_set(err, ENOMEM, "no memory for %u open files", n_files);
+        r = shm_error_set(err, ENOMEM, "no memory for %u open files; free some", n_files);
         goto close_reader;
     }
     reader->n_files = n_files;

@@ -254,7 +254,7 @@ int exd_session_open(const struct exd_session_config *config, const struct prt_a
 {
     struct exd_session *s = calloc(1, sizeof(*s));
     if (!s)
-        return shm_error_set(err, ENOMEM, "ATTACH: no memory for a session");
+        return shm_error_set(err, ENOMEM, "ATTACH: no memory for a session; free some");
     s->number = number;
     s->pid = (pid_t)request->pid;
     s->pidfd = -1;

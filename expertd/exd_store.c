@@ -36,7 +36,8 @@ int exd_store_lock(const struct prt_paths *paths, int *ret_fd, struct shm_error 
     for (int attempt = 0; attempt < 10; attempt++) {
         int fd = open(paths->lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (fd < 0)
-            return shm_error_set(err, errno, "%s: %s", paths->lock, strerror(errno));
+            return shm_error_set(err, errno, "%s: %s%s", paths->lock, strerror(errno),
+                                 shm_error_remedy(errno));
         if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
             int rc = errno, pid = lock_holder(fd);
             close(fd);
@@ -84,21 +85,21 @@ int exd_store_create(const struct prt_paths *paths, const char *model_path, cons
 {
     struct exd_store *store = calloc(1, sizeof(*store));
     if (!store)
-        return shm_error_set(err, ENOMEM, "store segment: no memory");
+        return shm_error_set(err, ENOMEM, "store segment: no memory; free some");
     char temporary[PRT_PATH_BYTES + 8];
     snprintf(temporary, sizeof(temporary), "%s.new", paths->store);
     unlink(temporary);
     int rc;
     int fd = open(temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) {
-        rc = shm_error_set(err, errno, "%s: %s", temporary, strerror(errno));
+        rc = shm_error_set(err, errno, "%s: %s%s", temporary, strerror(errno), shm_error_remedy(errno));
         goto free_store;
     }
     /* allocated now: a full file system must not become SIGBUS later */
     rc = -posix_fallocate(fd, 0, sizeof(struct shm_store));
     if (rc < 0) {
-        shm_error_set(err, rc, "%s: no room for %zu bytes: %s", temporary, sizeof(struct shm_store),
-                      strerror(-rc));
+        shm_error_set(err, rc, "%s: no room for %zu bytes: %s%s", temporary, sizeof(struct shm_store),
+                      strerror(-rc), shm_error_remedy(rc));
         goto close_fd;
     }
     void *base;

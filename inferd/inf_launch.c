@@ -102,7 +102,8 @@ static int spawn(const struct prt_paths *paths, const char *model, int *ret_pipe
     int fds[2];
     find_program(program);
     if (pipe2(fds, O_CLOEXEC))
-        return shm_error_set(err, errno, "expertd cannot be started: no pipe: %s", strerror(errno));
+        return shm_error_set(err, errno, "expertd cannot be started: no pipe: %s%s", strerror(errno),
+                             shm_error_remedy(errno));
     char *argv[] = {program,
                     (char *)"--model",
                     (char *)model,

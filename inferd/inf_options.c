@@ -362,7 +362,7 @@ static int read_all(FILE *f, const char *name, char **ret_text, size_t *ret_byte
         text = grown;
     }
     if (!text)
-        return shm_error_set(err, ENOMEM, "%s: no memory for the prompt", name);
+        return shm_error_set(err, ENOMEM, "%s: no memory for the prompt; free some", name);
     if (ferror(f)) {
         free(text);
         return shm_error_set(err, EIO, "%s: cannot be read: %s", name, strerror(errno));

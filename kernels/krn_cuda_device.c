@@ -156,7 +156,7 @@ int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struc
         return shm_error_set(err, ENODEV, "there is no CUDA device %d: the driver shows %d", ordinal, count);
     struct krn_cuda_device *d = calloc(1, sizeof(*d));
     if (!d)
-        return shm_error_set(err, ENOMEM, "CUDA device %d: no memory", ordinal);
+        return shm_error_set(err, ENOMEM, "CUDA device %d: no memory; free some", ordinal);
     d->ordinal = ordinal;
     char what[48];
     snprintf(what, sizeof(what), "CUDA device %d", ordinal);

@@ -480,7 +480,7 @@ int krn_link_cuda_create(const struct krn_link_cuda_config *config, struct krn_l
         return rc;
     struct cuda_link *l = calloc(1, sizeof(*l));
     if (!l)
-        return shm_error_set(err, ENOMEM, "CUDA link: no memory");
+        return shm_error_set(err, ENOMEM, "CUDA link: no memory; free some");
     l->base.ops = &cuda_ops;
     l->config = *config;
     if (!l->config.poll_ns)

@@ -265,7 +265,7 @@ int krn_link_host_create(const struct krn_link_host_config *config, struct krn_l
                              config->gbps, config->latency_us);
     struct host_link *l = aligned_alloc(LINE, (sizeof *l + LINE - 1) / LINE * LINE);
     if (!l)
-        return shm_error_set(err, ENOMEM, "host link: no memory");
+        return shm_error_set(err, ENOMEM, "host link: no memory; free some");
     memset(l, 0, sizeof *l);
     l->base.ops = &host_ops;
     l->config = *config;

@@ -75,7 +75,7 @@ int krn_register_memory(const struct krn_register_config *c, struct krn_register
                              (unsigned long long)c->bytes);
     struct krn_register *r = calloc(1, sizeof(*r));
     if (!r)
-        return shm_error_set(err, ENOMEM, "registration: no memory");
+        return shm_error_set(err, ENOMEM, "registration: no memory; free some");
     r->device = c->device;
     r->base = c->base;
     unsigned flags = KRN_CUDA_HOST_PORTABLE | KRN_CUDA_HOST_DEVICEMAP;
@@ -101,7 +101,7 @@ int krn_register_memory(const struct krn_register_config *c, struct krn_register
             rc = add_piece(r, begin);
             if (rc < 0) {
                 krn_cuda.host_unregister(r->base + begin);
-                shm_error_set(err, ENOMEM, "registration: no memory");
+                shm_error_set(err, ENOMEM, "registration: no memory; free some");
             }
         }
         if (rc == 0 && c->progress)

@@ -115,7 +115,7 @@ int prt_server_open(const char *path, struct prt_server **ret_server, struct shm
         return shm_error_set(err, EADDRINUSE, "cannot listen on %s: another process does", path);
     struct prt_server *server = calloc(1, sizeof(*server));
     if (!server)
-        return shm_error_set(err, ENOMEM, "control channel: no memory");
+        return shm_error_set(err, ENOMEM, "control channel: no memory; free some");
     rc = open_socket(NN_REP, &server->socket, &server->fd, err);
     if (rc < 0) {
         free(server);
@@ -177,7 +177,7 @@ int prt_channel_connect(const char *path, struct prt_channel **ret_channel, stru
         return rc;
     struct prt_channel *channel = calloc(1, sizeof(*channel));
     if (!channel)
-        return shm_error_set(err, ENOMEM, "control channel: no memory");
+        return shm_error_set(err, ENOMEM, "control channel: no memory; free some");
     rc = open_socket(NN_REQ, &channel->socket, &channel->fd, err);
     if (rc < 0) {
         free(channel);

@@ -31,7 +31,7 @@ int prt_client_open(const char *runtime_dir, const char *instance, uint32_t flag
 {
     struct prt_client *c = calloc(1, sizeof(*c));
     if (!c)
-        return shm_error_set(err, ENOMEM, "no memory for a client");
+        return shm_error_set(err, ENOMEM, "no memory for a client; free some");
     c->pidfd = -1;
     void *base = NULL;
     int rc = prt_paths_make(runtime_dir, instance, &c->paths, err);

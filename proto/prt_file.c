@@ -23,7 +23,8 @@ int prt_segment_create(const char *name, uint64_t bytes, int *ret_fd, void **ret
         return shm_error_set(err, EINVAL, "segment %s of %llu bytes", name, (unsigned long long)bytes);
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
-        return shm_error_set(err, errno, "segment %s: memfd_create: %s", name, strerror(errno));
+        return shm_error_set(err, errno, "segment %s: memfd_create: %s%s", name, strerror(errno),
+                             shm_error_remedy(errno));
     void *base = NULL;
     int rc;
     if (ftruncate(fd, (off_t)bytes) < 0 || fcntl(fd, F_ADD_SEALS, SIZE_SEALS | F_SEAL_SEAL) < 0) {
@@ -56,8 +57,8 @@ int prt_file_map(int fd, const char *name, uint64_t bytes, bool writable, void *
                              (long long)st.st_size, (unsigned long long)bytes);
     void *base = mmap(NULL, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED)
-        return shm_error_set(err, errno, "%s: cannot map %llu bytes: %s", name, (unsigned long long)bytes,
-                             strerror(errno));
+        return shm_error_set(err, errno, "%s: cannot map %llu bytes: %s%s", name, (unsigned long long)bytes,
+                             strerror(errno), shm_error_remedy(errno));
     *ret_base = base;
     return 0;
 }
@@ -68,7 +69,7 @@ int prt_file_map_path(const char *path, uint64_t min_bytes, bool writable, void 
     /* O_NONBLOCK: a pipe put there must not hold us up */
     int fd = open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
     if (fd < 0)
-        return shm_error_set(err, errno, "%s: %s", path, strerror(errno));
+        return shm_error_set(err, errno, "%s: %s%s", path, strerror(errno), shm_error_remedy(errno));
     struct stat st;
     int rc;
     if (fstat(fd, &st) < 0) {
@@ -97,7 +98,8 @@ int prt_peer_open(pid_t pid, uint32_t fd, uint64_t bytes, const char *what, int 
     /* O_PATH pins what is there without opening it; checked first, then opened by our own number */
     int pin = open(link, O_PATH | O_CLOEXEC);
     if (pin < 0)
-        return shm_error_set(err, errno, "%s (%s): %s", what, link, strerror(errno));
+        return shm_error_set(err, errno, "%s (%s): %s%s", what, link, strerror(errno),
+                             shm_error_remedy(errno));
     int rc, opened = -1;
     char own[64];
     snprintf(own, sizeof(own), "/proc/self/fd/%d", pin);
@@ -110,7 +112,7 @@ int prt_peer_open(pid_t pid, uint32_t fd, uint64_t bytes, const char *what, int 
     }
     opened = open(own, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (opened < 0) {
-        rc = shm_error_set(err, errno, "%s (%s): %s", what, link, strerror(errno));
+        rc = shm_error_set(err, errno, "%s (%s): %s%s", what, link, strerror(errno), shm_error_remedy(errno));
         goto out;
     }
     struct statfs fs;

@@ -23,6 +23,10 @@ struct shm_error {
 int shm_error_set(struct shm_error *err, int code, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 
+/* What a user can do about a limit that an errno tells of, as the end of a line: "; raise the limit on open
+ * files (ulimit -n)"; "" where nothing general can be said. */
+const char *shm_error_remedy(int code);
+
 /* The text, or the code's strerror() where no text was written. Never NULL. */
 const char *shm_error_text(const struct shm_error *err);
 

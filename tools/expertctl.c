@@ -209,7 +209,7 @@ static int show_once(const struct parsed *p, struct shm_error *err)
     struct ctl_snapshot *snapshot = calloc(1, sizeof *snapshot);
     if (!snapshot) {
         prt_client_close(&client);
-        return shm_error_set(err, ENOMEM, "no memory"), CTL_EXIT_ATTACH;
+        return shm_error_set(err, ENOMEM, "no memory; free some"), CTL_EXIT_ATTACH;
     }
     ctl_snapshot_take(client, p->options.worker, snapshot);
     int status = p->command->show(snapshot, &p->options);

@@ -219,7 +219,7 @@ int mkm_plan_make(const struct mkm_shape *sh, struct mkm_plan *ret_plan, struct 
 
     plan.tensors = calloc(b.capacity, sizeof *plan.tensors);
     if (!plan.tensors)
-        return shm_error_set(err, ENOMEM, "no memory for a list of %u tensors", b.capacity);
+        return shm_error_set(err, ENOMEM, "no memory for a list of %u tensors; free some", b.capacity);
     add(&b, "token_embd", sh->embd_type, sh->hidden, sh->vocab, 0, MKM_EMBD, 0);
     for (b.layer = 0; b.layer < sh->layers; b.layer++)
         add_layer(&b, sh);

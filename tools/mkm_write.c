@@ -475,7 +475,7 @@ int mkm_write(const struct mkm_shape *shape, const char *path, uint32_t threads,
     w.s = malloc(sizeof *w.s * shape->hidden);
     if (!w.s || asprintf(&partial, "%s.partial", path) < 0) {
         partial = NULL;
-        r = shm_error_set(err, ENOMEM, "%s: no memory", path);
+        r = shm_error_set(err, ENOMEM, "%s: no memory; free some", path);
         goto destroy;
     }
     mkm_common_vector(shape, w.s);

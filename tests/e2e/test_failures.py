@@ -341,7 +341,7 @@ def test_file_size_limit(world, kib):
 def test_too_few_descriptors(world, files):
     """At each point of the start; below the control channel a lack of them would hang for ever."""
     line = limited(world, resource.RLIMIT_NOFILE, files)
-    assert "Too many open files" in line, line
+    assert "Too many open files" in line and "ulimit -n" in line, line
 
 
 @pytest.mark.skipif(SLOW > 1, reason="sanitizers need descriptors and address space of their own")
