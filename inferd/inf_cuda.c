@@ -45,6 +45,7 @@ static void cuda_close(struct inf_device *d)
     }
     krn_cu_destroy(&c->cu);
     krn_cuda_device_close(&c->gpu);
+    free(c->all_resident);
     free(c);
 }
 
@@ -98,6 +99,7 @@ static int cuda_ring_open(struct inf_device *d, const struct shm_geometry *g,
     }
     c->geometry = *g;
     c->control = *control;
+    c->released = 0;
     request->device = PRT_DEVICE_CUDA;
     request->ring_fd = 0;
     request->flag_offset = c->flag - c->ring;
@@ -150,6 +152,15 @@ static int cuda_resident_done(struct inf_device *d, const uint8_t *const *table,
     struct inf_cuda *c = inf_cuda_of(d);
     _Static_assert(sizeof table[0] == 8, "addresses are 64 bits on the device");
     size_t bytes = sizeof table[0] * layers * experts;
+    c->all_resident = calloc(layers, sizeof *c->all_resident);
+    if (!c->all_resident)
+        return -ENOMEM;
+    for (uint32_t l = 0; l < layers; l++) {
+        c->all_resident[l] = true;
+        for (uint32_t e = 0; e < experts; e++)
+            if (!table[(size_t)l * experts + e])
+                c->all_resident[l] = false;
+    }
     int rc = KRN_CUDA(mem_alloc, &c->resident_table, bytes);
     if (rc)
         c->resident_table = 0;

@@ -63,6 +63,8 @@ struct inf_cuda {
     krn_cuda_ptr control_device; /* 0: no session */
 
     krn_cuda_ptr resident, resident_table; /* uint64 [layers][experts] */
+    bool *all_resident;                    /* [layers]; NULL: none is */
+    uint64_t released;                     /* groups that the running pass has enqueued the release of */
 
     uint32_t chunk;
     struct inf_cuda_act act;

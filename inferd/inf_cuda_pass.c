@@ -196,6 +196,7 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
             TRY(poison(c, run.table, first, end));
         /* Ordered behind the kernels: the slots were read for the last time. */
         TRY(KRN_CUDA(write_64, c->stream, released, base + end, 0));
+        c->released = base + end;
         if ((rc = inf_cuda_spend(c, p, p->stream, 6, err)))
             return rc;
     }
@@ -246,11 +247,26 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
     /* The residents run while the link moves the others. */
     if (run.resident)
         TRY(krn_cu_experts(c->cu, c->stream, &run));
-    if (p->stream && (rc = streamed(c, p, layer, run, err)))
+    /* A layer without streamed experts waits for nobody: its groups are released with later ones. */
+    if (p->stream && !(c->all_resident && c->all_resident[layer]) && (rc = streamed(c, p, layer, run, err)))
         return rc;
     TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, p->tokens, s->top_k, s->hidden, a->x));
     c->base.times.enqueue_ns += shm_now_ns() - at_ns - (c->base.times.wait_ns - waited_ns);
     return inf_cuda_spend(c, p, p->stream, 4, err);
+}
+
+/* Groups of last layers that nothing was waited for. */
+static int release_rest(struct inf_cuda *c, const struct inf_pass *p, struct shm_error *err)
+{
+    const uint64_t end =
+        inf_stream_group_base(p->stream) + (uint64_t)c->geometry.layers * c->geometry.groups_per_layer;
+    int rc;
+    if (c->released == end)
+        return 0;
+    TRY(KRN_CUDA(wait_32, c->stream, c->flag, (uint32_t)end, KRN_CUDA_WAIT_GEQ));
+    TRY(KRN_CUDA(write_64, c->stream, inf_cuda_control(c, &c->control.worker->released_groups), end, 0));
+    c->released = end;
+    return inf_cuda_spend(c, p, p->stream, 2, err);
 }
 
 int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
@@ -259,7 +275,9 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
     const struct inf_cuda_act *a = &c->act;
     const struct inf_model *m = c->model;
     const uint32_t hidden = m->shape.hidden, vocab = m->hparams.vocab;
-    int rc = 0;
+    int rc = p->stream ? release_rest(c, p, err) : 0;
+    if (rc)
+        return rc;
     for (uint32_t t = p->first_logit; t < p->tokens; t += INF_CUDA_LOGIT_ROWS) {
         uint32_t rows = p->tokens - t < INF_CUDA_LOGIT_ROWS ? p->tokens - t : INF_CUDA_LOGIT_ROWS;
         TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x + (uint64_t)t * hidden * 4, c->output_norm,

@@ -107,6 +107,32 @@ def test_small_chunks_take_a_layer_at_once(fake, tmp_path, monkeypatch):
     assert waits == [3 * (layer + 1) for layer in range(LAYERS)], "48 experts are 3 groups of 16"
 
 
+def test_residents_wait_for_nobody(fake, tmp_path, monkeypatch):
+    """All resident: one wait and one release at the end, for the groups that nobody filled."""
+    log = tmp_path / "calls.log"
+    monkeypatch.setenv("FAKECUDA_LOG", str(log))
+    fake.run("--device", "cuda", "--prompt", "x", "-n", 1, "--ring", RING, "--resident", EXPERTS)
+    order = [(c, int(v)) for c, v in pass_calls(log) if c in ("cuStreamWaitValue32", "cuStreamWriteValue64")]
+    assert order == [("cuStreamWaitValue32", LAYERS * GROUPS), ("cuStreamWriteValue64", LAYERS * GROUPS)]
+
+
+def test_chunk_and_context_come_from_free_memory(fake, monkeypatch):
+    options = ["--device", "cuda", "--prompt", "x", "-n", 1, "--stream", "full", "--floor", 1]
+    whole = fake.run(*options)["memory"]
+    chunks = []
+    for mib in (384 + 24, 384 + 14, 384 + 8):
+        monkeypatch.setenv("FAKECUDA_FREE_MIB", str(mib))
+        m = fake.run(*options, "--ctx", 1024)["memory"]
+        assert m["activation_bytes"] + m["kv_bytes"] <= (mib - 384) << 20
+        chunks.append(m["chunk"])
+    assert whole["chunk"] > chunks[1] > chunks[2] > 0 and chunks[0] >= chunks[1], chunks
+    monkeypatch.setenv("FAKECUDA_FREE_MIB", str(384 + 8))
+    assert fake.run(*options)["context_tokens"] > 0  # a smaller context is chosen
+    r = fake.inferd("run", *options, "--ctx", 200000, check=False)
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
+    assert "do not fit" in r.stderr and "--ctx" in r.stderr, r.stderr
+
+
 def test_stuck_waits_end(fake):
     routed = ["run", *fake.where(), "--device", "cuda", "--prompt", "A fox", "-n", 4, "--floor", 1]
 

@@ -14,6 +14,7 @@
  *   FAKECUDA_FAIL=call:n:result the nth call and all later ones fail (from 1)
  *   FAKECUDA_DELAY_US=n         each copy takes so long
  *   FAKECUDA_DEVICES=n          devices shown (default 1)
+ *   FAKECUDA_FREE_MIB=n         memory said to be free (default 8192)
  */
 #include "kernels/krn_cuda_abi.h"
 
@@ -306,7 +307,8 @@ static int fake_host_pointer(krn_cuda_ptr *ret_ptr, void *memory, unsigned flags
 
 static int fake_memory_info(size_t *ret_free, size_t *ret_total)
 {
-    *ret_free = *ret_total = (size_t)1 << 33;
+    const char *mib = getenv("FAKECUDA_FREE_MIB");
+    *ret_free = *ret_total = mib ? (size_t)atoi(mib) << 20 : (size_t)1 << 33;
     return 0;
 }
 

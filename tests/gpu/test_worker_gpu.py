@@ -11,9 +11,11 @@ in the reference (such steps are listed).
 
 The shipped models are small and sure of nothing: their 8th and 9th expert are
 often nearer than what bf16 operands resolve, and a token that takes the other
-one leaves the reference for good. So the bounds hold for tokens that took the
-same experts as a float32 worker on the host; tokens that did not are listed,
-may be off by 0.15, and must be few.
+one leaves the reference for good, and with it, a little, all that look at it.
+So the bounds speak of many tokens: the mean KL over about 50 positions of each
+prompt (against a float32 worker on the host, itself within 1e-3 of the
+reference), and the logits of 95% of those that took the same experts. The
+others may be off by 0.15, and must be few. All figures are printed.
 """
 import concurrent.futures
 import itertools
@@ -73,24 +75,25 @@ def flips(got, expect, tokens, used=8):
 
 def check_prompt(world, kind, ref, full, want, text):
     """One prompt; returns what is wrong with it."""
-    name, bad = want["name"], []
-    positions = [f["position"] for f in want["full_logits"]]
+    name, bad, tokens = want["name"], [], len(text["ids"])
+    golden = {f["position"]: full[f["offset"]:f["offset"] + ref["vocab"]] for f in want["full_logits"]}
+    positions = sorted(set(golden) | set(range(tokens - 1, -1, -max(1, tokens // 48))))
     options = ["--positions", ",".join(map(str, positions)), "--routes"]
     got = logits(world, text["text"], *options, "-n", 64, *WORKER)
     host = logits(world, text["text"], *options, "--device", "host")
     assert got["ids"] == text["ids"], f"{name}: token ids"
-    tokens = len(got["ids"])
     flipped = flips(got, host, tokens)
-    worst = {False: [0.0, 0.0], True: [0.0, 0.0]}
-    for f, row in zip(want["full_logits"], got["logits"]):
-        expect = full[f["offset"]:f["offset"] + ref["vocab"]]
+    same, other, kl = [], [0.0], []
+    for position, row, exact in zip(positions, got["logits"], host["logits"]):
+        expect = golden.get(position, exact["logits"])
         off = max(abs(a - b) for a, b in zip(row["logits"], expect)) / max(map(abs, expect))
-        kl, other = divergence(expect, row["logits"]), flipped[f["position"]] > 0
-        worst[other] = [max(worst[other][0], off), max(worst[other][1], kl)]
-        if off >= (FLIPPED_LOGITS if other else LOGITS) or (kl >= KL and not other):
-            bad.append(f"{name}: position {f['position']}, other experts in {flipped[f['position']]} layers: logits "
-                       f"off by {off:.2e}, KL {kl:.2e}")
+        (other if flipped[position] else same).append(off)
+        kl.append(divergence(expect, row["logits"]))
+    same.sort()
+    most, mean = same[int(0.95 * (len(same) - 1))] if same else 0.0, sum(kl) / len(kl)
     share = sum(flipped) / (tokens * len(got["routes"]))
+    if most >= LOGITS or max(same + other) >= FLIPPED_LOGITS or mean >= KL:
+        bad.append(f"{name}: logits off by {most:.2e}, at most {max(same + other):.2e}; mean KL {mean:.2e}")
     if share > FLIPPED_SHARE and sum(flipped) > 2:
         bad.append(f"{name}: {100 * share:.2f}% of the routings differ")
     greedy, note = got["greedy"]["ids"], "equal"
@@ -100,8 +103,9 @@ def check_prompt(world, kind, ref, full, want, text):
         note = f"differs from step {step}, where the reference's margin is {margin:.4f} (bound {LOGITS * scale:.4f})"
         if margin > LOGITS * scale:
             bad.append(f"{name}: greedy text {note}")
-    print(f"{kind} {name}: {tokens} tokens, logits off by {worst[False][0]:.2e}, KL {worst[False][1]:.2e}; with other "
-          f"experts {worst[True][0]:.2e}, {worst[True][1]:.2e} ({100 * share:.2f}% of the routings); greedy {note}")
+    print(f"{kind} {name}: {len(same)} of {len(positions)} positions with the same experts: logits off by {most:.2e} (95%), "
+          f"{max(same + [0]):.2e} (most); others {max(other):.2e}; KL mean {mean:.2e}, most {max(kl):.2e}; "
+          f"{100 * share:.2f}% of the routings differ; greedy {note}")
     return bad
 
 
