@@ -6,7 +6,7 @@
 set -uo pipefail
 top=$(cd "$(dirname "$0")/../.." && pwd)
 build=${BUILD_DIR:-$top/build-gpu}
-targets="tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream expertd/expertd tools/mkmodel"
+targets="tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream expertd/expertd tools/mkmodel inferd/inferd tools/expertctl"
 model=${MODEL:-/dev/shm/run-gpu-model.gguf} # MODEL names one that is there already
 if [ ! -f "$build/build.ninja" ]; then
     meson setup "$build" "$top" -Dcuda=enabled "$@" >"$build.log" 2>&1 || { tail -n 20 "$build.log"; exit 1; }
@@ -24,4 +24,10 @@ for program in "g_link" "g_daemon $build/expertd/expertd $top/tools/model/story-
     printf '== %s: exit status %d\n' "${program%% *}" "$status"
     [ "$status" -eq 0 ] || worst=$status
 done
+printf '== workers: reference outputs, bits, kill -9\n'
+python3 "$top"/tests/data/make_models.py "$build"/models >"$build.log" 2>&1
+EXPERTD_BUILD=$build timeout 400 python3 -m pytest -q -s -p no:cacheprovider "$top"/tests/gpu/test_worker_gpu.py
+status=$?
+printf '== workers: exit status %d\n' "$status"
+[ "$status" -eq 0 ] || worst=$status
 exit "$worst"
