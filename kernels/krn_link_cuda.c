@@ -1,20 +1,13 @@
 /* SPDX-License-Identifier: MIT */
-#include "kernels/krn_link_cuda.h"
+#include "kernels/krn_link_cuda_priv.h"
 
 #include <errno.h>
-#include <stdatomic.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-/* Measured by tests/gpu/g_link.c (H200, PCIe 5 x16, driver 580), blobs of 2.65 MB: one copy at a time 51.2
- * GB/s, batches of 4 53.9, of 8 54.6, of 16 55.0; one copy of 1 GB 54.9. Eight still leave a depth of 16 two
- * batches. */
-#define BATCH_DEFAULT   8u
-#define POLL_DEFAULT_NS UINT64_C(15000)
-#define POLL_MAX_NS     UINT64_C(100000)
-#define COPY_GUESS_NS   UINT64_C(50000) /* a blob, until it was measured */
+#define POLL_MAX_NS   UINT64_C(100000)
+#define COPY_GUESS_NS UINT64_C(50000) /* a blob, until it was measured */
 #define QUERY_AFTER_NS                                                                                       \
     UINT64_C(100000000) /* without a landing: ask the driver whether the stream is well                      \
                          */
@@ -23,53 +16,19 @@
 #define PROBE_SLOW_NS   UINT64_C(500000)
 #define PROGRESS_EACH   4u /* copies between two progress writes, at most */
 
-/* Written by the stream, in pinned memory: low halves of counters that the link keeps in full. */
-struct progress {
-    _Atomic uint32_t copies;    /* landed; after the copies' bytes, by stream order */
-    _Atomic uint32_t signalled; /* value of the last signal that was written to the flag */
-    _Atomic uint32_t probe;
-};
-
-struct cuda_link {
-    struct krn_link base;
-    struct krn_link_cuda_config config;
-    char name[64];
-    void *stream;
-    krn_cuda_ptr allocation, flag;
-    struct progress *progress;
-    krn_cuda_ptr progress_device;
-    int broken; /* first failure; all operations return it */
-
-    krn_cuda_ptr held_target[KRN_LINK_BATCH_MAX], held_source[KRN_LINK_BATCH_MAX];
-    size_t held_bytes[KRN_LINK_BATCH_MAX];
-    uint32_t held;
-
-    uint64_t issued;            /* copies handed to the driver */
-    uint64_t progress_sent;     /* copies that the last progress write covers */
-    uint64_t landed;            /* copies, as last seen */
-    uint64_t value, value_seen; /* of the last signal; of the last one seen done */
-    uint32_t probes;
-    bool marked;
-
-    uint64_t busy_ns_landed; /* busy until the last landing that was seen */
-    uint64_t bytes, signals, busy_ns, busy_since_ns, first_ns, last_ns, moved_ns;
-    uint64_t mark_bytes, mark_busy_ns;
-    struct krn_link_cuda_counts counts;
-};
-
-static struct cuda_link *cuda(struct krn_link *link)
+static struct krn_cuda_link *cuda(struct krn_link *link)
 {
-    return (struct cuda_link *)link;
+    return (struct krn_cuda_link *)link;
 }
 
-static void note(struct cuda_link *l, bool warning, const char *line)
+static void note(struct krn_cuda_link *l, bool warning, const char *line)
 {
     if (l->config.note)
         l->config.note(l->config.ctx, warning, line);
 }
 
 /* The first failure is noted with the driver's words and stays. */
-static int broke(struct cuda_link *l, int rc, const char *what)
+static int broke(struct krn_cuda_link *l, int rc, const char *what)
 {
     if (rc < 0 && !l->broken) {
         struct shm_error err = {0};
@@ -82,7 +41,7 @@ static int broke(struct cuda_link *l, int rc, const char *what)
     return l->broken;
 }
 
-static uint64_t enter(struct cuda_link *l)
+static uint64_t enter(struct krn_cuda_link *l)
 {
     broke(l, krn_cuda_enter(l->config.device), "context");
     return shm_now_ns();
@@ -90,11 +49,11 @@ static uint64_t enter(struct cuda_link *l)
 
 /* ---- to the device ---- */
 
-static int send_progress(struct cuda_link *l)
+static int send_progress(struct krn_cuda_link *l)
 {
     if (l->progress_sent == l->issued)
         return 0;
-    int rc = KRN_CUDA(write_32, l->stream, l->progress_device + offsetof(struct progress, copies),
+    int rc = KRN_CUDA(write_32, l->stream, l->progress_device + offsetof(struct krn_cuda_progress, copies),
                       (uint32_t)l->issued, 0);
     if (rc < 0)
         return broke(l, rc, "progress write");
@@ -106,13 +65,13 @@ static int send_progress(struct cuda_link *l)
 /* Copies that may pass before the next progress write. A write between two copies costs the link 2 us, a
  * landing seen late costs an issuer that waits for it more: with a short queue each is reported, with a long
  * one every fourth. */
-static uint64_t progress_every(const struct cuda_link *l)
+static uint64_t progress_every(const struct krn_cuda_link *l)
 {
     uint64_t queued = (l->issued - l->landed) / 4;
     return queued < 1 ? 1 : queued > PROGRESS_EACH ? PROGRESS_EACH : queued;
 }
 
-static int submit_batch(struct cuda_link *l)
+static int submit_batch(struct krn_cuda_link *l)
 {
     struct krn_cuda_copy_attr attr = {.source_order = KRN_CUDA_SOURCE_STREAM};
     size_t first = 0, failed = 0;
@@ -128,7 +87,7 @@ static int submit_batch(struct cuda_link *l)
 }
 
 /* Hands over what is held. */
-static int submit(struct cuda_link *l)
+static int submit(struct krn_cuda_link *l)
 {
     if (!l->held)
         return l->broken;
@@ -156,7 +115,7 @@ static int submit(struct cuda_link *l)
 }
 
 /* Longer, so that a copy engine takes it; what is copied too much lies in the same slot. */
-static uint64_t padded(struct cuda_link *l, uint64_t ring_offset, const void *src, size_t bytes)
+static uint64_t padded(struct krn_cuda_link *l, uint64_t ring_offset, const void *src, size_t bytes)
 {
     if (bytes >= KRN_CUDA_COPY_MIN)
         return bytes;
@@ -172,7 +131,7 @@ static uint64_t padded(struct cuda_link *l, uint64_t ring_offset, const void *sr
 
 static int cuda_copy(struct krn_link *link, uint64_t ring_offset, const void *src, size_t bytes, bool more)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     uintptr_t at = (uintptr_t)src - (uintptr_t)l->config.source;
     if (!src || ring_offset > l->config.ring_bytes || bytes > l->config.ring_bytes - ring_offset ||
         at > l->config.source_bytes || bytes > l->config.source_bytes - at)
@@ -193,17 +152,17 @@ static int cuda_copy(struct krn_link *link, uint64_t ring_offset, const void *sr
 
 static int cuda_signal(struct krn_link *link, uint64_t value)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     uint64_t begin_ns = enter(l);
     if (submit(l) < 0)
         return l->broken;
     struct krn_cuda_memop ops[3] = {
         {.operation = KRN_CUDA_OP_WRITE_32, .address = l->flag, .value = (uint32_t)value},
         {.operation = KRN_CUDA_OP_WRITE_32,
-         .address = l->progress_device + offsetof(struct progress, copies),
+         .address = l->progress_device + offsetof(struct krn_cuda_progress, copies),
          .value = (uint32_t)l->issued},
         {.operation = KRN_CUDA_OP_WRITE_32,
-         .address = l->progress_device + offsetof(struct progress, signalled),
+         .address = l->progress_device + offsetof(struct krn_cuda_progress, signalled),
          .value = (uint32_t)value}};
     int rc = KRN_CUDA(memops, l->stream, 3, ops, 0);
     if (rc < 0)
@@ -216,7 +175,7 @@ static int cuda_signal(struct krn_link *link, uint64_t value)
 }
 
 /* How long what is on the link will take, less the copy in progress. */
-static uint64_t ahead_ns(const struct cuda_link *l)
+static uint64_t ahead_ns(const struct krn_cuda_link *l)
 {
     uint64_t queued = l->issued - l->landed;
     uint64_t copy_ns = l->landed >= 16 ? l->busy_ns_landed / l->landed : COPY_GUESS_NS;
@@ -224,7 +183,7 @@ static uint64_t ahead_ns(const struct cuda_link *l)
 }
 
 /* The queue is what makes a late look harmless: with a long one it may be late. */
-static void set_poll(struct cuda_link *l)
+static void set_poll(struct krn_cuda_link *l)
 {
     uint64_t ns = ahead_ns(l) / 4 * 3, least = l->config.poll_ns;
     ns = ns > POLL_MAX_NS ? POLL_MAX_NS : ns;
@@ -233,7 +192,7 @@ static void set_poll(struct cuda_link *l)
 
 static int cuda_flush(struct krn_link *link)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     set_poll(l);
     /* enough is under way that these may still become a full batch: the caller is back before it is through
      */
@@ -253,7 +212,7 @@ static int cuda_flush(struct krn_link *link)
 
 /* ---- from the device ---- */
 
-static void see_signals(struct cuda_link *l)
+static void see_signals(struct krn_cuda_link *l)
 {
     /* acquire: the copies before it, as far as this process sees them */
     uint32_t word = atomic_load_explicit(&l->progress->signalled, memory_order_acquire);
@@ -269,7 +228,7 @@ static void see_signals(struct cuda_link *l)
 
 static uint64_t cuda_landed(struct krn_link *link)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     uint32_t word = atomic_load_explicit(&l->progress->copies, memory_order_acquire);
     uint64_t landed = l->issued - (uint32_t)((uint32_t)l->issued - word);
     if (l->value_seen != l->value)
@@ -304,7 +263,7 @@ static void nap(uint64_t ns)
 
 static int cuda_drain(struct krn_link *link, uint64_t timeout_ns)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     uint64_t deadline_ns = shm_now_ns() + timeout_ns;
     enter(l);
     submit(l);
@@ -324,13 +283,13 @@ static int cuda_drain(struct krn_link *link, uint64_t timeout_ns)
 
 int krn_link_cuda_probe(struct krn_link *link, uint64_t *ret_ns)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     uint64_t begin_ns = enter(l), now = begin_ns;
     uint32_t number = ++l->probes;
     struct krn_cuda_memop ops[2] = {
         {.operation = KRN_CUDA_OP_WRITE_32, .address = l->flag, .value = (uint32_t)l->value},
         {.operation = KRN_CUDA_OP_WRITE_32,
-         .address = l->progress_device + offsetof(struct progress, probe),
+         .address = l->progress_device + offsetof(struct krn_cuda_progress, probe),
          .value = number}};
     int rc = l->broken;
     if (rc == 0)
@@ -347,7 +306,7 @@ int krn_link_cuda_probe(struct krn_link *link, uint64_t *ret_ns)
 
 /* The first stream is where the worker is busy for the first time: what a flag write costs beside its kernels
  * shows here. */
-static void first_mark(struct cuda_link *l)
+static void first_mark(struct krn_cuda_link *l)
 {
     l->marked = true;
     uint64_t ns = 0;
@@ -367,7 +326,7 @@ static void first_mark(struct cuda_link *l)
 
 static void cuda_mark(struct krn_link *link)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     if (!l->marked)
         first_mark(l);
     l->mark_bytes = l->bytes;
@@ -377,7 +336,7 @@ static void cuda_mark(struct krn_link *link)
 
 static void cuda_stats(struct krn_link *link, struct krn_link_stats *ret_stats)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     uint64_t running = l->busy_since_ns ? shm_now_ns() - l->busy_since_ns : 0;
     *ret_stats = (struct krn_link_stats){
         .copies = l->landed,
@@ -393,25 +352,12 @@ static void cuda_stats(struct krn_link *link, struct krn_link_stats *ret_stats)
 
 void krn_link_cuda_counts(const struct krn_link *link, struct krn_link_cuda_counts *ret_counts)
 {
-    *ret_counts = ((const struct cuda_link *)link)->counts;
-}
-
-/* ---- life ---- */
-
-static void release(struct cuda_link *l)
-{
-    if (l->stream)
-        krn_cuda.stream_destroy(l->stream);
-    if (l->allocation)
-        krn_cuda.ipc_close(l->allocation);
-    if (l->progress)
-        krn_cuda_line_give(l->config.device, l->progress);
-    free(l);
+    *ret_counts = ((const struct krn_cuda_link *)link)->counts;
 }
 
 static void cuda_destroy(struct krn_link *link)
 {
-    struct cuda_link *l = cuda(link);
+    struct krn_cuda_link *l = cuda(link);
     l->held = 0;
     if (cuda_drain(link, DESTROY_WAIT_NS) == -ETIMEDOUT) {
         char line[160];
@@ -420,10 +366,10 @@ static void cuda_destroy(struct krn_link *link)
         return; /* closing under running copies would be worse than what is kept */
     }
     enter(l);
-    release(l);
+    krn_link_cuda_release(l);
 }
 
-static const struct krn_link_ops cuda_ops = {
+const struct krn_link_ops krn_link_cuda_ops = {
     .copy = cuda_copy,
     .flush = cuda_flush,
     .signal = cuda_signal,
@@ -433,92 +379,3 @@ static const struct krn_link_ops cuda_ops = {
     .stats = cuda_stats,
     .destroy = cuda_destroy,
 };
-
-static int check_config(const struct krn_link_cuda_config *c, struct shm_error *err)
-{
-    if (!c->device->ipc || !c->device->memops || !c->device->host_register)
-        return shm_error_set(err, ENOTSUP, "CUDA device %d (%s) cannot serve a link: it lacks %s",
-                             c->device->ordinal, c->device->name, c->device->missing);
-    if (c->ring_bytes < KRN_CUDA_COPY_MIN)
-        return shm_error_set(err, EINVAL, "CUDA link: a ring of %llu bytes is below %u",
-                             (unsigned long long)c->ring_bytes, KRN_CUDA_COPY_MIN);
-    if (c->flag_offset % 4 || c->flag_offset < c->ring_bytes || c->flag_offset > UINT64_MAX - 4)
-        return shm_error_set(err, EINVAL, "CUDA link: the flag at %llu must lie behind the ring (%llu bytes)",
-                             (unsigned long long)c->flag_offset, (unsigned long long)c->ring_bytes);
-    if (c->batch > KRN_LINK_BATCH_MAX)
-        return shm_error_set(err, EINVAL, "CUDA link: batches of %u, at most %u", c->batch,
-                             KRN_LINK_BATCH_MAX);
-    return 0;
-}
-
-static int open_ring(struct cuda_link *l, struct shm_error *err)
-{
-    const struct krn_link_cuda_config *c = &l->config;
-    int rc = KRN_CUDA(ipc_open, &l->allocation, c->ring_handle, KRN_CUDA_IPC_LAZY_PEER);
-    if (rc < 0)
-        return krn_cuda_explain(rc, "CUDA link: the ring's handle", err);
-    krn_cuda_ptr base = 0;
-    size_t bytes = 0;
-    rc = KRN_CUDA(address_range, &base, &bytes, l->allocation);
-    if (rc < 0)
-        return krn_cuda_explain(rc, "CUDA link: the ring's size", err);
-    if (base != l->allocation || bytes < c->flag_offset + 4)
-        return shm_error_set(
-            err, EINVAL,
-            "CUDA link: the worker's allocation of %zu bytes does not hold a ring of %llu and "
-            "the flag at %llu",
-            bytes, (unsigned long long)c->ring_bytes, (unsigned long long)c->flag_offset);
-    l->flag = l->allocation + c->flag_offset;
-    return 0;
-}
-
-int krn_link_cuda_create(const struct krn_link_cuda_config *config, struct krn_link **ret_link,
-                         struct shm_error *err)
-{
-    int rc = check_config(config, err);
-    if (rc < 0)
-        return rc;
-    struct cuda_link *l = calloc(1, sizeof(*l));
-    if (!l)
-        return shm_error_set(err, ENOMEM, "CUDA link: no memory; free some");
-    l->base.ops = &cuda_ops;
-    l->config = *config;
-    if (!l->config.poll_ns)
-        l->config.poll_ns = POLL_DEFAULT_NS;
-    l->base.poll_ns = l->config.poll_ns;
-    if (!l->config.batch)
-        l->config.batch = BATCH_DEFAULT;
-    snprintf(l->name, sizeof(l->name), "%s", config->name ? config->name : "?");
-    void *line = NULL;
-    rc = krn_cuda_enter(config->device);
-    if (rc < 0) {
-        krn_cuda_explain(rc, "CUDA link: context", err);
-        goto fail;
-    }
-    rc = krn_cuda_line_take(config->device, &line, &l->progress_device);
-    if (rc < 0) {
-        shm_error_set(err, rc, "CUDA link: %u are open on this device, more do not fit", KRN_CUDA_LINES);
-        goto fail;
-    }
-    l->progress = line;
-    rc = open_ring(l, err);
-    if (rc < 0)
-        goto fail;
-    rc = krn_cuda_stream_primed(config->device, l->allocation, &l->stream);
-    if (rc < 0) {
-        krn_cuda_explain(rc, "CUDA link: copy stream", err);
-        goto fail;
-    }
-    uint64_t ns;
-    rc = krn_link_cuda_probe(&l->base, &ns);
-    if (rc < 0) {
-        shm_error_set(err, rc, "CUDA link: the first flag write failed: %s",
-                      rc == -ETIMEDOUT ? "not done within 100 ms" : krn_cuda_detail()->text);
-        goto fail;
-    }
-    *ret_link = &l->base;
-    return 0;
-fail:
-    release(l);
-    return rc;
-}

@@ -108,6 +108,11 @@ void mkm_random_blocks(const struct krn_type *type, double sigma, uint64_t *stat
 void mkm_encode(const struct krn_type *type, const float *src, void *dst, uint64_t n);
 uint16_t mkm_f32_to_f16(float x);
 
+/* Makes the header up to the first tensor's data, padded to MKM_ALIGN; the caller frees *ret_head. 0 or
+ * -ENOMEM, or what mkm_vocab_make says. */
+int mkm_head_make(const struct mkm_shape *shape, const struct mkm_plan *plan, char **ret_head,
+                  size_t *ret_bytes);
+
 struct mkm_written {
     uint64_t bytes, expert_bytes;
     uint32_t n_tensors;
