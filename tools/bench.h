@@ -46,15 +46,17 @@ struct bench_sample {
     double read_ms, link_ms, wait_ms;
     uint64_t tokens, ring, depth;
     uint64_t entries, routed, copied, dropped, wasted, bytes, bytes_wasted;
-    char hash[32]; /* of all logits */
 };
 
 /* SIGINT, SIGTERM and SIGHUP end the running read and let the bench clean up after itself. */
 void bench_catch_signals(void);
 
-/* Runs one read of the prompt with the arm's settings; blocks until it ended. */
+#define BENCH_HASH_BYTES 32
+
+/* Runs one read of the prompt with the arm's settings; blocks until it ended. ret_hash (BENCH_HASH_BYTES):
+ * all logits are computed and hashed too, which takes time; NULL: only the last token's are. */
 int bench_read(const struct bench_options *options, const struct bench_arm *arm,
-               struct bench_sample *ret_sample, struct shm_error *err);
+               struct bench_sample *ret_sample, char *ret_hash, struct shm_error *err);
 
 /* Starts expertd on options->model in a runtime directory of its own and points options at it; waits until it
  * serves. bench_own_stop ends it and removes the directory; safe to call when nothing was started. */
@@ -71,9 +73,10 @@ struct bench_results {
     struct bench_sample base[BENCH_ARMS_MAX + 1][BENCH_PAIRS_MAX];
     struct bench_sample arm[BENCH_ARMS_MAX + 1][BENCH_PAIRS_MAX]; /* [arms] is the identical pair */
     uint32_t pairs;
+    char hash[BENCH_ARMS_MAX][BENCH_HASH_BYTES]; /* of all logits, from a read that was not timed */
 };
 
-/* All reads of one prompt must give the same bits, whatever the settings. */
+/* One prompt must give the same bits whatever the settings. */
 bool bench_same_bits(const struct bench_results *results);
 
 void bench_print_table(const struct bench_results *results);

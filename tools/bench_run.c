@@ -153,7 +153,8 @@ static double real(const json_t *object, const char *key, bool *ok)
     return json_number_value(v);
 }
 
-static int parse(const char *text, size_t bytes, struct bench_sample *ret_sample, struct shm_error *err)
+static int parse(const char *text, size_t bytes, struct bench_sample *ret_sample, char *ret_hash,
+                 struct shm_error *err)
 {
     json_error_t where;
     json_t *o = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &where);
@@ -177,7 +178,8 @@ static int parse(const char *text, size_t bytes, struct bench_sample *ret_sample
         .bytes_wasted = integer(stream, "bytes_wasted", &ok),
     };
     const char *hash = json_string_value(json_object_get(o, "logits_hash"));
-    snprintf(s.hash, sizeof s.hash, "%s", hash ? hash : "");
+    if (ret_hash)
+        snprintf(ret_hash, BENCH_HASH_BYTES, "%s", hash ? hash : "none");
     json_decref(o);
     if (!ok)
         return shm_error_set(err, EBADMSG,
@@ -187,7 +189,7 @@ static int parse(const char *text, size_t bytes, struct bench_sample *ret_sample
 }
 
 int bench_read(const struct bench_options *o, const struct bench_arm *arm, struct bench_sample *ret_sample,
-               struct shm_error *err)
+               char *ret_hash, struct shm_error *err)
 {
     char program[PATH_MAX], depth[16] = "";
     struct args a = {0};
@@ -195,7 +197,8 @@ int bench_read(const struct bench_options *o, const struct bench_arm *arm, struc
     add(&a, "run");
     add(&a, "--json");
     add(&a, "--raw");
-    add(&a, "--hash");
+    if (ret_hash)
+        add(&a, "--hash");
     add_option(&a, "-n", "1");
     add_option(&a, "--temperature", "0");
     add_option(&a, "--runtime-dir", o->runtime_dir);
@@ -246,7 +249,7 @@ int bench_read(const struct bench_options *o, const struct bench_arm *arm, struc
         last_line(messages, line, sizeof line);
         rc = shm_error_set(err, EIO, "inferd failed for arm %s: %s", arm->name, line);
     } else {
-        rc = parse(text, bytes, ret_sample, err);
+        rc = parse(text, bytes, ret_sample, ret_hash, err);
     }
     free(text);
 out:
