@@ -395,7 +395,7 @@ def test_bench_on_a_running_instance(world, prompt):
         assert routed["ratio"]["median"] > 1, "the link is the bound here: dropping must win"
     assert world.status()["workers"] == []
     r = bench(*argv, "-n", "1", "routed/index")
-    assert r.returncode == 0 and "equal in all reads" in r.stdout and "routed/index" in r.stdout
+    assert r.returncode == 0 and "equal under all settings" in r.stdout and "routed/index" in r.stdout
 
 
 def leftovers(world):
