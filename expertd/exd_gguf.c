@@ -66,7 +66,8 @@ static int open_file(struct exd_gguf_part *part, struct shm_error *err)
      * io_uring takes it as "fail rather than wait" even for regular files. */
     part->pub.fd = open(part->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (part->pub.fd < 0)
-        return shm_error_set(err, errno, "%s: cannot open: %s", part->path, strerror(errno));
+        return shm_error_set(err, errno, "%s: cannot open: %s%s", part->path, strerror(errno),
+                             shm_error_remedy(errno));
     if (fstat(part->pub.fd, &st) < 0)
         return shm_error_set(err, errno, "%s: cannot stat: %s", part->path, strerror(errno));
     if (!S_ISREG(st.st_mode))

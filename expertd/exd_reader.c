@@ -92,7 +92,8 @@ static int open_file(struct exd_reader *reader, uint32_t index, const struct exd
         file->fd = fcntl(from->fd, F_DUPFD_CLOEXEC, 3);
     if (file->fd < 0 || fstat(file->fd, &st) < 0) {
         r = errno;
-        return shm_error_set(err, r, "%s: cannot open for reading: %s", from->path, strerror(r));
+        return shm_error_set(err, r, "%s: cannot open for reading: %s%s", from->path, strerror(r),
+                             shm_error_remedy(r));
     }
     if (!S_ISREG(st.st_mode))
         return shm_error_set(err, EINVAL, "%s: not a regular file", from->path);
