@@ -239,8 +239,8 @@ static int show(const struct parsed *p, struct shm_error *err)
         }
         if (!p->options.json)
             putchar('\n');
-        if (fflush(stdout)) /* nobody reads any more */
-            return CTL_EXIT_PROBLEM;
+        if (fflush(stdout)) /* nobody reads any more; or the reader is slow and the signal came meanwhile */
+            return interrupted ? status : CTL_EXIT_PROBLEM;
         struct timespec ts = {.tv_sec = (time_t)p->options.watch_s};
         ts.tv_nsec = (long)((p->options.watch_s - (double)ts.tv_sec) * 1e9);
         if (!interrupted)
@@ -274,6 +274,8 @@ int main(int argc, char **argv)
     argp_parse(&argp, argc, argv, 0, NULL, &p);
     struct shm_error err = {0};
     int status = p.command->show ? show(&p, &err) : call(&p, &err);
+    if (interrupted) /* a watch: what a slow reader has not taken is not waited for */
+        _exit(status);
     if (!err.code && (fflush(stdout) || ferror(stdout)))
         status = CTL_EXIT_PROBLEM, shm_error_set(&err, EIO, "standard output cannot be written");
     if (err.code)

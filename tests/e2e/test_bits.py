@@ -29,6 +29,7 @@ def hash_of(world, prompt, *options):
     return r["logits_hash"], r
 
 
+@pytest.mark.slow
 def test_policies_depths_rings_orders(world, short):
     world.expertd()
     want, _ = hash_of(world, short, "--stream", "full")
@@ -71,6 +72,7 @@ def test_three_workers_at_once(world, short):
     assert got == [want] * 6
 
 
+@pytest.mark.slow
 def test_long_prompt(world):
     """1,900 tokens over a link so slow that reading waits for it: drops, in every order."""
     world.expertd()

@@ -23,7 +23,7 @@ def reference(kind):
     return ref, struct.unpack(f"<{len(raw) // 4}f", raw)
 
 
-@pytest.fixture(params=sorted(KINDS), scope="module")
+@pytest.fixture(params=["q4_k", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bf16", "q8_0"))], scope="module")
 def kind(request):
     return request.param
 

@@ -183,10 +183,20 @@ def test_verify_finds_a_flipped_bit(world, where):
     assert show(world, "verify", "--json")["ok"]
 
 
+def test_watch_that_nobody_reads_ends_on_sigint(world):
+    """Blocked in a write to a full pipe: still a clean end."""
+    world.expertd()
+    p = world.spawn([EXPERTCTL, "status", "--json", "--watch", "0.001", *world.where()], stdout=subprocess.PIPE)
+    world.until(lambda: "pipe" in open(f"/proc/{p.pid}/wchan").read() or
+                open(f"/proc/{p.pid}/syscall").read().startswith("1 "), what="blocked in write")
+    p.send_signal(signal.SIGINT)
+    assert p.wait(10 * SLOW) == 0
+
+
 def test_watch_ends_on_sigint(world):
     world.expertd()
     for command in ("status", "rings"):
-        p = world.spawn([EXPERTCTL, command, "--json", "--watch", "0.05", *world.where()], stdout=subprocess.PIPE,
+        p = world.spawn([EXPERTCTL, command, "--json", "--watch", str(0.05 * SLOW), *world.where()], stdout=subprocess.PIPE,
                         text=True)
         time.sleep(0.5 * SLOW)
         assert p.poll() is None
@@ -373,6 +383,7 @@ def bench(*argv, env=None):
                           preexec_fn=die_with_parent, env={**os.environ, **(env or {})})
 
 
+@pytest.mark.slow
 def test_bench_on_a_running_instance(world, prompt):
     world.expertd()
     argv = ["--runtime-dir", world.runtime, "--prompt-file", prompt, "--link-gbps", "0.01", "--floor", "64", "-n", "2"]

@@ -103,6 +103,7 @@ def test_follow_up_reads_only_what_is_new(world):
     assert chat.close() == 0
 
 
+@pytest.mark.slow
 def test_conversation_goes_on_after_expertd(world):
     daemon = world.expertd()
     chat = Chat(world, "-n", "12")
