@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define MODULES      5
+#define MODULES      6
 #define THREADS      256u
 #define GEMM_THREADS 128u
 #define GEMV_WARPS   4u
@@ -48,14 +48,14 @@
     X(down_few, gemm)                                                                                        \
     X(attention_64, attn)                                                                                    \
     X(attention_128, attn)                                                                                   \
-    X(decode_part, attn)                                                                                     \
-    X(decode_join, attn)
+    X(decode_part, decode)                                                                                   \
+    X(decode_join, decode)
 
 #define ENUM(kernel, module) K_##kernel,
 enum kernel { KERNELS(ENUM) KERNEL_COUNT };
-enum module { M_basic, M_router, M_gemm, M_gemv, M_attn };
+enum module { M_basic, M_router, M_gemm, M_gemv, M_attn, M_decode };
 static const char *const module_names[MODULES] = {"krn_cu_basic", "krn_cu_router", "krn_cu_gemm",
-                                                  "krn_cu_gemv", "krn_cu_attn"};
+                                                  "krn_cu_gemv",  "krn_cu_attn",   "krn_cu_decode"};
 #define ROW(kernel, module) {"krn_dev_" #kernel, M_##module},
 static const struct {
     const char *name;
