@@ -28,6 +28,7 @@ static void cuda_close(struct inf_device *d)
         if (c->stream && !c->broken)
             krn_cuda.stream_synchronize(c->stream);
         inf_cuda_plan_free(c);
+        inf_cuda_profile_free(c);
         if (c->resident)
             krn_cuda.mem_free(c->resident);
         if (c->resident_table)

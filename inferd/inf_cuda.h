@@ -78,8 +78,9 @@ struct inf_cuda {
     _Atomic uint32_t *done; /* operations that the stream has passed, low half of `ops` */
     krn_cuda_ptr done_device;
     uint32_t ops, ops_sent;
-    uint32_t layer_now; /* being enqueued, for messages */
-    bool broken;        /* the context is lost */
+    struct inf_cuda_profile *profile; /* NULL until wanted */
+    uint32_t layer_now;               /* being enqueued, for messages */
+    bool broken;                      /* the context is lost */
 };
 
 static inline struct inf_cuda *inf_cuda_of(struct inf_device *d)
@@ -112,6 +113,22 @@ int inf_cuda_plan(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct s
 int inf_cuda_kv_create(struct inf_device *d, uint32_t ctx, struct shm_error *err, struct inf_kv **ret_kv);
 void inf_cuda_kv_destroy(struct inf_device *d, struct inf_kv **kv);
 void inf_cuda_plan_free(struct inf_cuda *c);
+
+/* inf_cuda_profile.c: what the GPU does when, by an event behind each step. begin: a pass; stamp: all that
+ * was enqueued since the last stamp is `step`; collect: the pass has ended, its times are added to the
+ * device's. Nothing happens unless the device's `profile` is set. */
+enum inf_cuda_step {
+    INF_STEP_IDLE,
+    INF_STEP_HEAD,
+    INF_STEP_ATTENTION,
+    INF_STEP_ROUTER,
+    INF_STEP_STALL,
+    INF_STEP_EXPERTS
+};
+void inf_cuda_profile_begin(struct inf_cuda *c);
+void inf_cuda_stamp(struct inf_cuda *c, enum inf_cuda_step step);
+void inf_cuda_profile_collect(struct inf_cuda *c);
+void inf_cuda_profile_free(struct inf_cuda *c);
 
 /* inf_cuda_pass.c */
 int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);

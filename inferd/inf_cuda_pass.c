@@ -36,10 +36,12 @@ int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_er
     int rc = begin(c, err);
     if (rc)
         return rc;
+    inf_cuda_profile_begin(c);
     memcpy(c->host_ids, p->ids, p->tokens * sizeof *p->ids); /* no earlier pass reads them any more */
     TRY(krn_cu_embed(c->cu, c->stream, &c->embed, c->host_device, p->tokens, c->act.x));
     TRY(krn_cu_rope_table(c->cu, c->stream, p->position, p->tokens, m->shape.head_dim, m->hparams.rope_base,
                           c->act.rope));
+    inf_cuda_stamp(c, INF_STEP_HEAD);
     c->layer_now = 0;
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
     return inf_cuda_spend(c, p, NULL, 2, err);
@@ -63,6 +65,8 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
     uint64_t at_ns = shm_now_ns();
     int rc;
     c->layer_now = layer;
+    if (layer == 0) /* the stream was begun meanwhile */
+        inf_cuda_stamp(c, INF_STEP_IDLE);
     TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->attn_norm, eps, p->tokens, s->hidden, 0, a->normed16));
     TRY(dense(c, p, &l->q, a->normed16, false, a->q));
     TRY(dense(c, p, &l->k, a->normed16, false, a->k));
@@ -74,6 +78,7 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
     else
         TRY(krn_cu_attention(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q16, a->y16));
     TRY(dense(c, p, &l->output, a->y16, true, a->x));
+    inf_cuda_stamp(c, INF_STEP_ATTENTION);
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
     return inf_cuda_spend(c, p, p->stream, 12, err);
 }
@@ -116,6 +121,7 @@ int inf_cuda_predict_first(struct inf_device *d, const struct inf_pass *p, const
                      &groups));
     TRY(KRN_CUDA(copy_out_async, c->host_counts, c->act.counts, s->experts * sizeof *c->host_counts,
                  c->stream));
+    inf_cuda_stamp(c, INF_STEP_ROUTER);
     if ((rc = inf_cuda_finish(c, p, NULL, err)))
         return rc;
     *ret_counts = c->host_counts;
@@ -189,6 +195,7 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
         uint32_t end = g->groups_per_layer - first < step ? g->groups_per_layer : first + step;
         /* The flag holds the low half of a count: GEQ compares cyclically. */
         TRY(KRN_CUDA(wait_32, c->stream, c->flag, (uint32_t)(base + end), KRN_CUDA_WAIT_GEQ));
+        inf_cuda_stamp(c, INF_STEP_STALL);
         run.group = first;
         run.group_end = end;
         TRY(krn_cu_experts(c->cu, c->stream, &run));
@@ -196,6 +203,7 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
             TRY(poison(c, run.table, first, end));
         /* Ordered behind the kernels: the slots were read for the last time. */
         TRY(KRN_CUDA(write_64, c->stream, released, base + end, 0));
+        inf_cuda_stamp(c, INF_STEP_EXPERTS);
         c->released = base + end;
         if ((rc = inf_cuda_spend(c, p, p->stream, 6, err)))
             return rc;
@@ -228,6 +236,7 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
         publication = publication_of(c, p, layer, predicts);
     TRY(krn_cu_group(c->cu, c->stream, a->ids, predicts ? a->predicted_ids : 0, p->tokens, s->experts,
                      s->top_k, p->stream ? &publication : NULL, &groups));
+    inf_cuda_stamp(c, INF_STEP_ROUTER);
     if ((rc = inf_cuda_spend(c, p, p->stream, 12, err)) ||
         (p->on_routes && (rc = show_routes(c, p, layer, err))))
         return rc;
@@ -247,10 +256,12 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
     /* The residents run while the link moves the others. */
     if (run.resident)
         TRY(krn_cu_experts(c->cu, c->stream, &run));
+    inf_cuda_stamp(c, INF_STEP_EXPERTS);
     /* A layer without streamed experts waits for nobody: its groups are released with later ones. */
     if (p->stream && !(c->all_resident && c->all_resident[layer]) && (rc = streamed(c, p, layer, run, err)))
         return rc;
     TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, p->tokens, s->top_k, s->hidden, a->x));
+    inf_cuda_stamp(c, INF_STEP_EXPERTS);
     c->base.times.enqueue_ns += shm_now_ns() - at_ns - (c->base.times.wait_ns - waited_ns);
     return inf_cuda_spend(c, p, p->stream, 4, err);
 }
@@ -278,6 +289,7 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
     int rc = p->stream ? release_rest(c, p, err) : 0;
     if (rc)
         return rc;
+    inf_cuda_stamp(c, INF_STEP_STALL);
     for (uint32_t t = p->first_logit; t < p->tokens; t += INF_CUDA_LOGIT_ROWS) {
         uint32_t rows = p->tokens - t < INF_CUDA_LOGIT_ROWS ? p->tokens - t : INF_CUDA_LOGIT_ROWS;
         TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x + (uint64_t)t * hidden * 4, c->output_norm,
@@ -286,6 +298,7 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
                 ? krn_cu_gemv(c->cu, c->stream, &c->head, a->normed16, rows, false, a->logits)
                 : krn_cu_dense(c->cu, c->stream, &c->head, a->normed16, rows, false, a->dense, a->logits));
         TRY(KRN_CUDA(copy_out_async, c->host_logits, a->logits, (size_t)rows * vocab * 4, c->stream));
+        inf_cuda_stamp(c, INF_STEP_HEAD);
         if ((rc = inf_cuda_finish(c, p, p->stream, err)))
             return rc;
         if (p->on_logits)
@@ -293,6 +306,8 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
     }
     if (p->first_logit >= p->tokens)
         rc = inf_cuda_finish(c, p, p->stream, err);
+    if (!rc)
+        inf_cuda_profile_collect(c);
     if (!rc && p->counts && p->stream) /* the kernels published them; nobody else writes there */
         memcpy(p->counts, c->control.tokens,
                sizeof *p->counts * m->hparams.layers * (size_t)m->shape.experts);

@@ -18,7 +18,8 @@
 #include "inferd/inf_stream.h"
 #include "proto/prt_client.h"
 
-/* Where the time of the passes went; cumulative. What a device enqueues is not told apart. */
+/* Where the time of the passes went; cumulative. On a CUDA device the steps are times of the GPU, and told
+ * apart only where `profile` was asked for: 0 otherwise. */
 struct inf_times {
     uint64_t attention_ns; /* projections, rotary, attention, output */
     uint64_t router_ns;    /* norms, routers, predictions, publication */
@@ -26,6 +27,8 @@ struct inf_times {
     uint64_t wait_ns;      /* for groups; CUDA: for the device, in all */
     uint64_t head_ns;      /* embedding and logits */
     uint64_t enqueue_ns;   /* CUDA: handing operations to the driver */
+    uint64_t stall_ns;     /* CUDA, profiled: the GPU waited for groups */
+    uint64_t idle_ns;      /* CUDA, profiled: it waited for this process, inside of passes */
 };
 
 /* What a start took. */
@@ -130,7 +133,8 @@ struct inf_device {
     char text[192]; /* "host, 8 threads, kernels v4" */
     char note[256]; /* why it is not the other one (auto); "" */
     struct inf_times times;
-    struct inf_phases phases;               /* the device's own: context, modules */
+    bool profile;             /* set by the owner: tell a pass's steps apart (CUDA; costs it below 1%) */
+    struct inf_phases phases; /* the device's own: context, modules */
     uint64_t activation_bytes, token_bytes; /* planned, in all and of each token of a chunk */
     uint64_t dense_bytes;                   /* copied to the device */
 };

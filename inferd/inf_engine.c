@@ -60,6 +60,7 @@ static int open_on(struct inf_engine *e, const struct inf_engine_config *config,
     if (rc)
         return rc;
     e->store.device = e->device;
+    e->device->profile = config->profile;
     uint64_t at_ns = shm_now_ns();
     if ((rc = inf_store_attach(&e->store, 0, err)))
         return rc;

@@ -29,7 +29,8 @@ struct inf_engine_config {
     uint32_t chunk;   /* most tokens in one pass; 0: the device's choice */
     uint32_t ctx;     /* tokens of a conversation; 0: the model's context */
     enum inf_device_choice device;
-    int gpu; /* which one; -1: the first */
+    int gpu;      /* which one; -1: the first */
+    bool profile; /* tell the GPU's steps apart (struct inf_times) */
 };
 
 struct inf_engine {

@@ -34,6 +34,7 @@ enum key {
     KEY_LATENCY,
     KEY_RESIDENT,
     KEY_POISON,
+    KEY_PROFILE,
     KEY_WATCHDOG,
     KEY_PROMPT,
     KEY_PROMPT_FILE,
@@ -91,6 +92,7 @@ static const struct group {
      {"resident", KEY_RESIDENT, "N", 0, "Keep the first N experts of each layer in memory", 0}},
     {INF_GROUP_ENGINE,
      {"poison", KEY_POISON, 0, 0, "For tests: fill every slot with 0xFF before its release", 0}},
+    {INF_GROUP_ENGINE, {"profile", KEY_PROFILE, 0, 0, "On a GPU: tell where its time went (-v, --json)", 0}},
     {INF_GROUP_ENGINE,
      {"watchdog", KEY_WATCHDOG, "S", 0, "Give up after S seconds without progress (default: 60)", 0}},
     {INF_GROUP_PROMPT, {0, 0, 0, 0, "Prompt (- reads it from standard input):", 2}},
@@ -225,6 +227,9 @@ static error_t parse_engine(int key, char *arg, struct argp_state *state, struct
         break;
     case KEY_POISON:
         s->poison = true;
+        break;
+    case KEY_PROFILE:
+        o->engine.profile = true;
         break;
     case KEY_WATCHDOG:
         s->watchdog_ns = number(state, "--watchdog", arg, 1, 86400) * 1000000000u;

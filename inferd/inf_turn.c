@@ -240,9 +240,13 @@ static void report_memory(const struct inf_talk *t, FILE *f)
     fprintf(
         f,
         "time so far: attach %.1f ms; attention %.1f, routers %.1f, experts %.1f, waiting for groups %.1f, "
-        "embedding and logits %.1f, enqueueing %.1f ms\n",
+        "embedding and logits %.1f, enqueueing %.1f ms%s\n",
         ms(e->attach_ns), ms(at->attention_ns), ms(at->router_ns), ms(at->experts_ns), ms(at->wait_ns),
-        ms(at->head_ns), ms(at->enqueue_ns));
+        ms(at->head_ns), ms(at->enqueue_ns),
+        d->kind == PRT_DEVICE_CUDA && !d->profile ? " (--profile tells the GPU's steps apart)" : "");
+    if (d->kind == PRT_DEVICE_CUDA && d->profile)
+        fprintf(f, "the GPU waited for groups %.1f ms, for this process %.1f ms\n", ms(at->stall_ns),
+                ms(at->idle_ns));
 }
 
 void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE *f)
@@ -314,9 +318,10 @@ json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
         "held_off", held, "stop", inf_stop_name(turn->stop), "context_tokens", (json_int_t)t->conversation->n,
         "attach_ms", ms(e->attach_ns), "read_ms", ms(turn->read_ns), "chunks", chunks_json(turn),
         "decode_stream", stream_json(&turn->decode));
-    json_t *times = json_pack("{s:f, s:f, s:f, s:f, s:f, s:f}", "attention", ms(at->attention_ns), "routers",
-                              ms(at->router_ns), "experts", ms(at->experts_ns), "wait", ms(at->wait_ns),
-                              "head", ms(at->head_ns), "enqueue", ms(at->enqueue_ns));
+    json_t *times = json_pack("{s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "attention", ms(at->attention_ns),
+                              "routers", ms(at->router_ns), "experts", ms(at->experts_ns), "wait",
+                              ms(at->wait_ns), "head", ms(at->head_ns), "enqueue", ms(at->enqueue_ns),
+                              "stall", ms(at->stall_ns), "idle", ms(at->idle_ns));
     json_object_set_new(j, "times_ms", times);
     json_object_set_new(j, "device", json_string(e->device->text));
     json_object_set_new(j, "device_note", e->device->note[0] ? json_string(e->device->note) : json_null());

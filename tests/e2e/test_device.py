@@ -95,6 +95,27 @@ def test_order_of_a_pass(fake, tmp_path, monkeypatch):
         assert group.index("r") == 3 and group[:3] == "kkk", "plan, gate and up, down between wait and release"
 
 
+def test_profile(fake, tmp_path, monkeypatch):
+    """An event behind each step, and only where it was asked for."""
+    log = tmp_path / "calls.log"
+    monkeypatch.setenv("FAKECUDA_LOG", str(log))
+    options = ["--device", "cuda", "--prompt", "A fox", "-n", 1, "--stream", "full", "--floor", 1, "--ring", RING]
+    steps = ("attention", "routers", "experts", "head", "stall", "idle")
+    plain = fake.run(*options)["times_ms"]
+    assert all(plain[s] == 0 for s in steps) and plain["wait"] > 0
+    assert "cuEventRecord" not in log.read_text()
+    log.unlink()
+    r = fake.run(*options, "--profile")["times_ms"]
+    assert all(r[s] > 0 for s in steps), r
+    events = sum(line.split()[1] == "cuEventRecord" for line in log.read_text().splitlines())
+    # begin, embedding, stream begun; per layer attention, router, residents, combine, each group
+    # waited for and run; the rest of the groups, logits
+    assert events == 3 + LAYERS * (4 + 2 * GROUPS) + 2, events
+    text = fake.inferd("run", *options, "--profile", "-v").stderr
+    assert "the GPU waited for groups" in text and "--profile" not in text
+    assert "--profile" in fake.inferd("run", *options, "-v").stderr
+
+
 def test_small_chunks_take_a_layer_at_once(fake, tmp_path, monkeypatch):
     """Below the floor all that can be routed fits in the ring: one wait a layer. (Demand never comes here:
     cancelled.)"""

@@ -44,7 +44,7 @@ _expertd_complete() {
     inferd)
         commands="run chat logits tokenize"
         local engine="--instance --runtime-dir --model --device --chunk --ctx --threads --ring --stream --order
-            --depth --floor --link-gbps --link-latency-us --resident --poison --watchdog -v --verbose"
+            --depth --floor --link-gbps --link-latency-us --resident --poison --profile --watchdog -v --verbose"
         local prompt="--prompt --prompt-file --system --raw" report="--json --hash --quiet"
         local sampling="-n --temperature --top-k --top-p --min-p --repeat-penalty --seed --ignore-eos"
         case ${COMP_WORDS[1]} in
