@@ -22,7 +22,7 @@ struct inf_cuda_layer {
     struct krn_cu_expert_shape experts;
 };
 
-/* Keys and values: bf16. */
+/* Keys and values: f16. */
 struct inf_kv_cuda {
     struct inf_kv base;
     krn_cuda_ptr memory;
@@ -31,9 +31,9 @@ struct inf_kv_cuda {
 
 /* Where everything of a chunk is; offsets until they are placed. */
 struct inf_cuda_act {
-    krn_cuda_ptr x, normed, normed16; /* float, float, bf16 [t][hidden] */
-    krn_cuda_ptr q, k, v, q16, y16;   /* float; bf16 [t][heads][head_dim] */
-    krn_cuda_ptr out, hidden_rows;    /* float [t * top_k][hidden]; bf16 [t * top_k][width] */
+    krn_cuda_ptr x, normed, normed16; /* float, float, f16 [t][hidden] */
+    krn_cuda_ptr q, k, v, q16, y16;   /* float; f16 [t][heads][head_dim] */
+    krn_cuda_ptr out, hidden_rows;    /* float [t * top_k][hidden]; f16 [t * top_k][width] */
     krn_cuda_ptr rope, scores;        /* float [t][head_dim], [t][experts] */
     krn_cuda_ptr ids, weights, slots; /* [t * top_k] */
     krn_cuda_ptr predicted_ids, predicted_weights;

@@ -249,7 +249,7 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
         .resident = c->resident_table ? c->resident_table + (uint64_t)layer * s->experts * 8 : 0,
         .tokens = p->tokens,
         .decode = decodes(p),
-        .x_bf16 = a->normed16,
+        .x_f16 = a->normed16,
         .plan = a->plan,
         .hidden_rows = a->hidden_rows,
         .out = a->out};

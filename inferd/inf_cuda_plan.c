@@ -47,7 +47,13 @@ static struct krn_cu_matrix put_matrix(struct upload *u, const struct krn_mat *m
         u->low = data;
     if (data + row_bytes * m->rows > u->high)
         u->high = data + row_bytes * m->rows;
-    return krn_cu_matrix_of(m, put(u, data, row_bytes * m->rows));
+    struct krn_cu_matrix r = krn_cu_matrix_of(m, put(u, data, row_bytes * m->rows));
+    if (r.type == KRN_BF16) { /* once for all: the kernels multiply f16 */
+        if (u->copying && !u->rc)
+            u->rc = krn_cu_expand(u->c->cu, u->c->stream, &r, r.data);
+        r.type = KRN_F16;
+    }
+    return r;
 }
 
 static krn_cuda_ptr put_floats(struct upload *u, const float *v, uint64_t n)

@@ -12,7 +12,7 @@
 #define GEMM_THREADS 128u
 #define GEMV_WARPS   4u
 #define GEMV_ROWS    4u            /* of a warp */
-#define TILE_BYTES   (128u * 128u) /* 128 rows of 64 bf16 */
+#define TILE_BYTES   (128u * 128u) /* 128 rows of 64 f16 */
 #define DENSE_SHARED (3 * 2 * TILE_BYTES)
 #define TILE_FEW     32u
 #define TILE_MANY    256u
@@ -145,9 +145,9 @@ int krn_cu_expand(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m
 }
 
 int krn_cu_rmsnorm(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr weight, float eps,
-                   uint32_t tokens, uint32_t dim, krn_cuda_ptr y_f32, krn_cuda_ptr y_bf16)
+                   uint32_t tokens, uint32_t dim, krn_cuda_ptr y_f32, krn_cuda_ptr y_f16)
 {
-    struct krn_cu_norm_args a = {x, weight, y_f32, y_bf16, tokens, dim, eps, 0};
+    struct krn_cu_norm_args a = {x, weight, y_f32, y_f16, tokens, dim, eps, 0};
     return launch(cu, K_rmsnorm, (struct grid){tokens, 1, 1, THREADS, 0}, stream, &a);
 }
 
@@ -189,7 +189,7 @@ static uint32_t fit_stride(const struct krn_cu *cu, uint32_t type, uint32_t tile
 
 uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m)
 {
-    return m->type == KRN_BF16 ? 0 : (uint64_t)m->rows * m->cols * 2;
+    return m->type == KRN_F16 ? 0 : (uint64_t)m->rows * m->cols * 2;
 }
 
 int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
@@ -203,11 +203,11 @@ int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m,
                       (struct grid){div_up(m->rows, KRN_CU_TILE_N), div_up(tokens, TILE_FEW), 1, GEMM_THREADS,
                                     quantized_shared(TILE_FEW, a.raw_stride)},
                       stream, &a);
-    if (m->type != KRN_BF16) {
+    if (m->type != KRN_F16) {
         int rc = krn_cu_expand(cu, stream, m, scratch);
         if (rc)
             return rc;
-        a.m = (struct krn_cu_matrix){scratch, KRN_BF16, m->rows, m->cols, m->cols * 2};
+        a.m = (struct krn_cu_matrix){scratch, KRN_F16, m->rows, m->cols, m->cols * 2};
     }
     return launch(cu, K_dense,
                   (struct grid){div_up(tokens, TILE_PLAIN), div_up(m->rows, KRN_CU_TILE_N), 1, GEMM_THREADS,
@@ -244,9 +244,9 @@ int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32
 int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
                uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr k, krn_cuda_ptr v,
                krn_cuda_ptr q_weight, krn_cuda_ptr k_weight, float eps, krn_cuda_ptr table,
-               krn_cuda_ptr q_bf16)
+               krn_cuda_ptr q_f16)
 {
-    struct krn_cu_qkv_args a = {q,       k,     v,      q_weight, k_weight,     table,        q_bf16,
+    struct krn_cu_qkv_args a = {q,       k,     v,      q_weight, k_weight,     table,        q_f16,
                                 kv->k,   kv->v, tokens, heads,    kv->kv_heads, kv->head_dim, position,
                                 kv->ctx, eps,   0};
     if (kv->head_dim > 256 || kv->head_dim % 16)
@@ -431,7 +431,7 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
                                     .slots = run->groups->slots,
                                     .a = s->gate,
                                     .b = s->up,
-                                    .x = run->x_bf16,
+                                    .x = run->x_f16,
                                     .y = run->hidden_rows,
                                     .top_k = s->top_k,
                                     .raw_stride = stride[0] > stride[1] ? stride[0] : stride[1]};

@@ -7,8 +7,11 @@
  * return 0, -EINVAL (a shape no kernel has) or the driver's error.
  *
  * Numbers: the residual stream, scores and expert outputs are float32; what a
- * matrix product multiplies is bf16 (normed activations, q, attention output,
- * hidden rows, weights on the way), sums are float32. KV is bf16.
+ * matrix product multiplies is f16 (normed activations, q, attention output,
+ * hidden rows, weights on the way), sums are float32. KV is f16. What is
+ * beyond f16's range becomes +-65504, never an infinity, in activations as in
+ * BF16 and F32 weights; below 6e-5 f16 keeps fewer bits. Hidden rows can be
+ * large and are stored as a sixteenth: they end at about a million.
  *
  * Batch-invariant, in two families. A token of a chunk (dense, experts,
  * attention) gets the same bits whatever the chunk's size and its place in it.
@@ -20,7 +23,7 @@
  * krn_host_shape_check. Weights: see krn_cu_matrix. Head sizes 64 and 128.
  *
  * Memory a token of a chunk, in bytes: residual 4h, normed 4h + 2h, q, k, v as
- * floats 4(q + 2k), q and attention output bf16 2q + 2q, scores 4e, choices
+ * floats 4(q + 2k), q and attention output f16 2q + 2q, scores 4e, choices
  * 16t (this layer's and the predicted), hidden rows 2wt, expert outputs 4ht,
  * where h hidden, q heads * head size, k KV heads * head size, e experts,
  * t top-k, w width. A 30B-A3B model: 133 KiB without sharing, of which q, k, v
@@ -50,55 +53,55 @@ void krn_cu_destroy(struct krn_cu **cu);
 /* m with its bytes at `data` on the device, 16-byte aligned and readable up to the next multiple of 16. */
 struct krn_cu_matrix krn_cu_matrix_of(const struct krn_mat *m, krn_cuda_ptr data);
 
-/* Dense. x_bf16 [tokens][cols]. */
+/* Dense. x_f16 [tokens][cols]. */
 int krn_cu_embed(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr ids,
                  uint32_t tokens, krn_cuda_ptr y);
 
-/* y_f32 and y_bf16 [tokens][dim]: either may be 0. weight float [dim]. */
+/* y_f32 and y_f16 [tokens][dim]: either may be 0. weight float [dim]. */
 int krn_cu_rmsnorm(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr weight, float eps,
-                   uint32_t tokens, uint32_t dim, krn_cuda_ptr y_f32, krn_cuda_ptr y_bf16);
+                   uint32_t tokens, uint32_t dim, krn_cuda_ptr y_f32, krn_cuda_ptr y_f16);
 
-/* Bytes of scratch that krn_cu_dense wants for m (its weights as bf16); 0 for BF16 weights. */
+/* Bytes of scratch that krn_cu_dense wants for m (its weights as f16); 0 for F16 weights. */
 uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m);
 
-/* y [tokens][rows] = (add: +=) x * m'. Up to KRN_CU_DENSE_FEW tokens weights are made bf16 tile by tile,
+/* y [tokens][rows] = (add: +=) x * m'. Up to KRN_CU_DENSE_FEW tokens weights are made f16 tile by tile,
  * beyond that once, into scratch; the bits are the same. */
 #define KRN_CU_DENSE_FEW 64u
-int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_bf16,
+int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_f16,
                  uint32_t tokens, bool add, krn_cuda_ptr scratch, krn_cuda_ptr y);
 
 /* The same for generated tokens: bound by reading m once a token. cols <= 48K. */
-int krn_cu_gemv(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_bf16,
+int krn_cu_gemv(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_f16,
                 uint32_t tokens, bool add, krn_cuda_ptr y);
 
 /* Attention. table float [tokens][head_dim], as krn_host_rope_table. */
 int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
                       float base, krn_cuda_ptr table);
 
-/* KV of one layer: bf16, k and v [kv_heads][ctx][head_dim], ctx a multiple of 64. */
+/* KV of one layer: f16, k and v [kv_heads][ctx][head_dim], ctx a multiple of 64. */
 struct krn_cu_kv {
     krn_cuda_ptr k, v;
     uint32_t ctx, kv_heads, head_dim;
 };
 
 /* q, k, v float [tokens][heads or kv_heads][head_dim] from the projections. Norm of each head of q and k
- * (weights float [head_dim], 0: none), rotation, rounding: q to q_bf16, k and v into the cache at
+ * (weights float [head_dim], 0: none), rotation, rounding: q to q_f16, k and v into the cache at
  * position .. position + tokens - 1. head_dim <= 256. */
 int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
                uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr k, krn_cuda_ptr v,
                krn_cuda_ptr q_weight, krn_cuda_ptr k_weight, float eps, krn_cuda_ptr table,
-               krn_cuda_ptr q_bf16);
+               krn_cuda_ptr q_f16);
 
-/* Token t sees keys 0 .. position + t. head_dim 64 or 128. y bf16 [tokens][heads][head_dim]. */
+/* Token t sees keys 0 .. position + t. head_dim 64 or 128. y f16 [tokens][heads][head_dim]. */
 int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
-                     uint32_t tokens, uint32_t heads, krn_cuda_ptr q_bf16, krn_cuda_ptr y_bf16);
+                     uint32_t tokens, uint32_t heads, krn_cuda_ptr q_f16, krn_cuda_ptr y_f16);
 
 /* For generated tokens, at consecutive positions of one conversation. scratch: krn_cu_decode_scratch_bytes.
  */
 uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim);
 int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
-                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q_bf16, krn_cuda_ptr scratch,
-                  krn_cuda_ptr y_bf16);
+                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q_f16, krn_cuda_ptr scratch,
+                  krn_cuda_ptr y_f16);
 
 /* Router. scores [tokens][experts] = x_f32 [tokens][hidden] * w [experts][hidden], float32. */
 int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x_f32, krn_cuda_ptr w, uint32_t tokens,
@@ -128,7 +131,7 @@ struct krn_cu_expert_shape {
     uint32_t experts, top_k;
 };
 
-/* Scratch of the experts: plan (head, jobs, tiles), and the hidden rows bf16 [tokens * top_k][width]. */
+/* Scratch of the experts: plan (head, jobs, tiles), and the hidden rows f16 [tokens * top_k][width]. */
 uint64_t krn_cu_plan_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts);
 
 struct krn_cu_expert_run {
@@ -141,7 +144,7 @@ struct krn_cu_expert_run {
     uint32_t ring_slots, group, group_end;
     uint32_t tokens;
     bool decode;                    /* the family of generated tokens */
-    krn_cuda_ptr x_bf16;            /* [tokens][hidden] */
+    krn_cuda_ptr x_f16;             /* [tokens][hidden] */
     krn_cuda_ptr plan, hidden_rows; /* scratch */
     krn_cuda_ptr out;               /* float [tokens * top_k][hidden]: rows of the experts that ran */
 };
@@ -151,7 +154,7 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
 int krn_cu_combine(struct krn_cu *cu, void *stream, krn_cuda_ptr out, krn_cuda_ptr weights, uint32_t tokens,
                    uint32_t top_k, uint32_t hidden, krn_cuda_ptr y);
 
-/* Weights to bf16 [rows][cols]. */
-int krn_cu_expand(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr y_bf16);
+/* Weights to f16 [rows][cols]; BF16 may be converted in place. */
+int krn_cu_expand(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr y_f16);
 
 #endif

@@ -17,6 +17,9 @@
 #define KRN_CU_KEY_BLOCK   64u   /* keys of a step of prompt attention, at absolute multiples */
 #define KRN_CU_QUERY_BLOCK 128u
 
+/* Hidden rows are stored divided by this (exactly), so that f16 reaches to a million. */
+#define KRN_CU_HIDDEN_SCALE 16.0f
+
 /* A weight matrix in storage form. data: 16-byte aligned, readable up to the next multiple of 16. */
 struct krn_cu_matrix {
     uint64_t data;
@@ -31,7 +34,7 @@ struct krn_cu_embed_args {
 };
 
 struct krn_cu_norm_args {
-    uint64_t x, weight, y_f32, y_bf16;
+    uint64_t x, weight, y_f32, y_f16;
     uint32_t tokens, dim;
     float eps;
     uint32_t reserved;
@@ -61,8 +64,8 @@ struct krn_cu_expand_args {
 };
 
 struct krn_cu_gemm_args {
-    struct krn_cu_matrix m; /* BF16 only in the plain kernel */
-    uint64_t x, y;          /* bf16 [tokens][cols], float [tokens][rows] */
+    struct krn_cu_matrix m; /* F16 only in the plain kernel */
+    uint64_t x, y;          /* f16 [tokens][cols], float [tokens][rows] */
     uint32_t tokens;
     uint32_t add;        /* y += instead of y = */
     uint32_t raw_stride; /* bytes of a row's raw weights in shared memory */
@@ -133,13 +136,13 @@ struct krn_cu_plan_args {
 struct krn_cu_expert_args {
     uint64_t head, jobs, tiles, slots;
     struct krn_cu_matrix a, b; /* data: offset in the blob. gate and up, or down twice */
-    uint64_t x;                /* bf16 [tokens][hidden], or the hidden rows [slots][width] */
-    uint64_t y;                /* bf16 [slots][width] by sorted position, or float [slots][hidden] by slot */
+    uint64_t x;                /* f16 [tokens][hidden], or the hidden rows [slots][width] */
+    uint64_t y; /* f16 [slots][width] by sorted position and scaled, or float [slots][hidden] by slot */
     uint32_t top_k, raw_stride;
 };
 
 struct krn_cu_attention_args {
-    uint64_t q, k, v, y; /* bf16 */
+    uint64_t q, k, v, y; /* f16 */
     uint32_t tokens, position, heads, kv_heads, head_dim, ctx;
     float scale_log2; /* log2(e) / sqrt(head_dim) */
     uint32_t reserved;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Causal attention of a prompt over a bf16 KV cache, k and v [kv_heads][ctx][head_dim].
+ * Causal attention of a prompt over an f16 KV cache, k and v [kv_heads][ctx][head_dim].
  *
  * 128 queries of a head a block, 64 keys a step at absolute multiples of 64,
  * online softmax. A query's result is one chain over the key blocks from 0;
@@ -14,7 +14,7 @@
 #define QUERIES  ((int)KRN_CU_QUERY_BLOCK)
 #define NEGATIVE __int_as_float(0xff800000)
 
-/* Rows of HD bf16, pieces swizzled. */
+/* Rows of HD f16, pieces swizzled. */
 template <int HD> DEV uint32_t row_piece(uint32_t row, uint32_t piece)
 {
     return row * (HD * 2) + ((piece ^ (row & 7)) << 4);
@@ -157,10 +157,10 @@ template <int HD> DEV void attention(const krn_cu_attention_args &a)
             }
 #pragma unroll
             for (int kk = 0; kk < NS / 2; kk++) {
-                pf[m][kk][0] = pack_bf16(s[m][2 * kk][0], s[m][2 * kk][1]);
-                pf[m][kk][1] = pack_bf16(s[m][2 * kk][2], s[m][2 * kk][3]);
-                pf[m][kk][2] = pack_bf16(s[m][2 * kk + 1][0], s[m][2 * kk + 1][1]);
-                pf[m][kk][3] = pack_bf16(s[m][2 * kk + 1][2], s[m][2 * kk + 1][3]);
+                pf[m][kk][0] = pack_f16(s[m][2 * kk][0], s[m][2 * kk][1]);
+                pf[m][kk][1] = pack_f16(s[m][2 * kk][2], s[m][2 * kk][3]);
+                pf[m][kk][2] = pack_f16(s[m][2 * kk + 1][0], s[m][2 * kk + 1][1]);
+                pf[m][kk][3] = pack_f16(s[m][2 * kk + 1][2], s[m][2 * kk + 1][3]);
             }
         }
 #pragma unroll
@@ -192,7 +192,7 @@ template <int HD> DEV void attention(const krn_cu_attention_args &a)
             uint64_t base = ((uint64_t)(q0 + row) * a.heads + head) * HD / 2 + (lane & 3);
 #pragma unroll
             for (int n = 0; n < ND; n++)
-                y[base + n * 4] = pack_bf16(o[m][n][2 * h] * scale, o[m][n][2 * h + 1] * scale);
+                y[base + n * 4] = pack_f16(o[m][n][2 * h] * scale, o[m][n][2 * h + 1] * scale);
         }
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Embedding, norms, rotary positions and KV write, combine, expansion of weights to bf16. */
+/* Embedding, norms, rotary positions and KV write, combine, expansion of weights to f16. */
 #include "kernels/krn_cu_dequant.cuh"
 
 struct float_sink {
@@ -39,7 +39,7 @@ KERNEL(, embed, krn_cu_embed_args)
     }
 }
 
-struct store_bf16_sink {
+struct store_f16_sink {
     static constexpr bool RAW = false;
     uint8_t *y;
     __device__ __forceinline__ void operator()(int c, const float (&f)[8])
@@ -48,6 +48,7 @@ struct store_bf16_sink {
     }
 };
 
+/* BF16 may be its own target: a thread reads eight weights and writes them there. */
 KERNEL(, expand, krn_cu_expand_args)
 {
     const uint32_t units = div_up(a.m.cols, 64);
@@ -55,7 +56,7 @@ KERNEL(, expand, krn_cu_expand_args)
     for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (uint64_t)gridDim.x * blockDim.x) {
         uint64_t row = i / units;
         uint32_t k = (uint32_t)(i % units) * 64;
-        short_sink<store_bf16_sink> sink = {{at<uint8_t>(a.y) + (row * a.m.cols + k) * 2}, left(a.m.cols, k)};
+        short_sink<store_f16_sink> sink = {{at<uint8_t>(a.y) + (row * a.m.cols + k) * 2}, left(a.m.cols, k)};
         dequant64(a.m.type, at<uint8_t>(a.m.data) + row * a.m.row_bytes, k, sink.n, sink);
     }
 }
@@ -90,9 +91,9 @@ KERNEL(__launch_bounds__(NORM_THREADS), rmsnorm, krn_cu_norm_args)
                         __fmul_rn(__fmul_rn(v.z, r), g.z), __fmul_rn(__fmul_rn(v.w, r), g.w));
         if (a.y_f32)
             at<float4>(a.y_f32)[(uint64_t)blockIdx.x * (a.dim / 4) + i] = v;
-        if (a.y_bf16)
-            at<uint2>(a.y_bf16)[(uint64_t)blockIdx.x * (a.dim / 4) + i] =
-                make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+        if (a.y_f16)
+            at<uint2>(a.y_f16)[(uint64_t)blockIdx.x * (a.dim / 4) + i] =
+                make_uint2(pack_f16(v.x, v.y), pack_f16(v.z, v.w));
     }
 }
 
@@ -164,8 +165,8 @@ KERNEL(, qkv, krn_cu_qkv_args)
             p = __fmaf_rn(p, c, -__fmul_rn(q, s));
             q = __fmaf_rn(q, c, __fmul_rn(old, s));
         }
-        y[i] = to_bf16(p);
-        y[half + i] = to_bf16(q);
+        y[i] = to_f16(p);
+        y[half + i] = to_f16(q);
     }
 }
 

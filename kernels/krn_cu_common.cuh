@@ -27,9 +27,19 @@ DEV uint32_t div_up(uint32_t a, uint32_t b)
     return (a + b - 1) / b;
 }
 
-DEV uint16_t to_bf16(float x)
+DEV uint16_t to_f16(float x)
 {
-    return (uint16_t)pack_bf16(x, 0.0f);
+    return (uint16_t)pack_f16(x, 0.0f);
+}
+
+DEV float f16_lo(uint32_t w)
+{
+    return half_float((uint16_t)w);
+}
+
+DEV float f16_hi(uint32_t w)
+{
+    return half_float((uint16_t)(w >> 16));
 }
 
 DEV float bf16_lo(uint32_t w)
@@ -40,6 +50,12 @@ DEV float bf16_lo(uint32_t w)
 DEV float bf16_hi(uint32_t w)
 {
     return __uint_as_float(w & 0xffff0000u);
+}
+
+/* SwiGLU as it is stored. */
+DEV float hidden_value(float g, float u)
+{
+    return g / (1.0f + expf(-g)) * u * (1.0f / KRN_CU_HIDDEN_SCALE);
 }
 
 /* The same tree whatever the caller: every lane gets the sum. */

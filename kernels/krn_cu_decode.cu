@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Causal attention of generated tokens over a bf16 KV cache, k and v
+ * Causal attention of generated tokens over an f16 KV cache, k and v
  * [kv_heads][ctx][head_dim]: parts of 256 keys at absolute multiples, each on
  * its own; then the parts are joined in ascending order.
  */
@@ -27,7 +27,7 @@ KERNEL(__launch_bounds__(THREADS), decode_part, krn_cu_decode_args)
     const uint16_t *source = at<uint16_t>(a.q) + ((uint64_t)token * a.heads + head0) * hd;
     for (uint32_t i = tid; i < HEADS * hd; i += THREADS) {
         uint32_t h = i / hd, d = i % hd;
-        q[d * HEADS + h] = h < n_heads ? __uint_as_float((uint32_t)source[i] << 16) : 0.0f;
+        q[d * HEADS + h] = h < n_heads ? half_float(source[i]) : 0.0f;
     }
     __syncthreads();
     const uint64_t base = ((uint64_t)kv_head * a.ctx + key0) * hd;
@@ -41,7 +41,7 @@ KERNEL(__launch_bounds__(THREADS), decode_part, krn_cu_decode_args)
                 const uint32_t w[4] = {w4.x, w4.y, w4.z, w4.w};
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    float x = i & 1 ? bf16_hi(w[i / 2]) : bf16_lo(w[i / 2]);
+                    float x = i & 1 ? f16_hi(w[i / 2]) : f16_lo(w[i / 2]);
                     const float *qd = q + (piece * 8 + i) * HEADS;
 #pragma unroll
                     for (int h = 0; h < HEADS; h++)
@@ -77,7 +77,7 @@ KERNEL(__launch_bounds__(THREADS), decode_part, krn_cu_decode_args)
         const uint16_t *v = at<uint16_t>(a.v) + base + tid;
 #pragma unroll 4
         for (uint32_t key = 0; key < keys; key++) {
-            float x = __uint_as_float((uint32_t)v[(uint64_t)key * hd] << 16);
+            float x = half_float(v[(uint64_t)key * hd]);
 #pragma unroll
             for (int h = 0; h < HEADS; h++)
                 o[h] = __fmaf_rn(x, p[key * HEADS + h], o[h]);
@@ -107,5 +107,5 @@ KERNEL(__launch_bounds__(THREADS), decode_join, krn_cu_decode_args)
         sum = __fmaf_rn(part[hd + 1], grow, __fmul_rn(sum, shrink));
         m = top;
     }
-    at<uint16_t>(a.y)[row * hd + threadIdx.x] = to_bf16(o / sum);
+    at<uint16_t>(a.y)[row * hd + threadIdx.x] = to_f16(o / sum);
 }

@@ -2,7 +2,7 @@
 /*
  * Storage formats on the device: 64 weights of a row at a time, as floats,
  * handed eight by eight to a sink. One source for every kernel, so that a
- * weight is the same bf16 number whether it is expanded ahead or on the way
+ * weight is the same f16 number whether it is expanded ahead or on the way
  * to the tensor cores.
  *
  * Whole numbers below 128 become floats without a conversion: put in the top
@@ -222,8 +222,8 @@ DEV void dequant64(uint32_t type, const uint8_t *p, uint32_t k, uint32_t n, Sink
                     const uint32_t w[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        f[2 * i] = type == KRN_BF16 ? bf16_lo(w[i]) : half_float((uint16_t)w[i]);
-                        f[2 * i + 1] = type == KRN_BF16 ? bf16_hi(w[i]) : half_float((uint16_t)(w[i] >> 16));
+                        f[2 * i] = type == KRN_BF16 ? bf16_lo(w[i]) : f16_lo(w[i]);
+                        f[2 * i + 1] = type == KRN_BF16 ? bf16_hi(w[i]) : f16_hi(w[i]);
                     }
                 }
             }
@@ -235,8 +235,8 @@ DEV void dequant64(uint32_t type, const uint8_t *p, uint32_t k, uint32_t n, Sink
 
 DEV uint4 pack8(const float (&f)[8])
 {
-    return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
-                      pack_bf16(f[6], f[7]));
+    return make_uint4(pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]),
+                      pack_f16(f[6], f[7]));
 }
 
 /* Weights of a row that are fetched together (as a power of two), and their bytes for k valid ones. */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Matrix products: bf16 operands, float32 accumulation.
+ * Matrix products: f16 operands, float32 accumulation.
  *
- *   quantized  weights come raw into shared memory (cp.async), are made bf16
+ *   quantized  weights come raw into shared memory (cp.async), are made f16
  *              there while the tensor cores work on the step before; dense, or
  *              the experts of a plan (krn_cu_router.cu) by persistent blocks
- *   plain      bf16 weights, three stages of cp.async; for many tokens, after
+ *   plain      f16 weights, three stages of cp.async; for many tokens, after
  *              krn_cu_expand where the weights are quantized
  *
  * Both give the same bits for the same weights.
@@ -54,7 +54,7 @@ DEV void fetch_raw(const half_tile &h, uint32_t k, uint32_t stride, uint32_t pie
     }
 }
 
-struct bf16_sink {
+struct f16_sink {
     static constexpr bool RAW = false;
     uint8_t *row;
     uint32_t swizzle;
@@ -65,17 +65,17 @@ struct bf16_sink {
 };
 
 /* Weights k .. k + 63 of a row of the half, from raw (the row's place in the first chunk's buffer) to its row of
- * the bf16 tile. low: the low bits of the row's address. */
+ * the f16 tile. low: the low bits of the row's address. */
 DEV void expand_row(const half_tile &h, uint32_t low, uint32_t k, uint32_t stride, const uint8_t *raw, uint8_t *tile,
                     uint32_t swizzle, dequant_part part)
 {
     const uint32_t index = k >> h.shift, skew = (low + index * h.chunk_bytes) & 15u;
-    bf16_sink sink = {tile, swizzle};
+    f16_sink sink = {tile, swizzle};
     dequant64(h.type, raw + (index & 1) * KRN_CU_TILE_N * stride + skew, k & ((1u << h.shift) - 1),
               h.cols - k < 64 ? h.cols - k : 64, sink, part);
 }
 
-/* Shared memory of a tile: two stages of tokens, two of bf16 weights, two chunks of raw ones. */
+/* Shared memory of a tile: two stages of tokens, two of f16 weights, two chunks of raw ones. */
 template <class T> struct stages {
     static constexpr uint32_t A_BYTES = T::TOKENS * TILE_ROW_BYTES, B_BYTES = KRN_CU_TILE_N * TILE_ROW_BYTES;
     uint8_t *b, *raw;
@@ -96,7 +96,7 @@ template <class T> struct stages {
 /*
  * One tile of tokens x weights over all of k; the raw weights of step 0 were
  * fetched by the caller. x_piece: a thread's token rows, as offsets of 16
- * bytes. While a step is multiplied the next one's weights become bf16; half
+ * bytes. While a step is multiplied the next one's weights become f16; half
  * of the warps do that first and the others last, so that the tensor cores
  * and the rest of the multiprocessor are busy at the same time.
  */
@@ -136,7 +136,7 @@ DEV void run_tile(T &t, const half_tile &lower, const half_tile &upper, const ui
     };
 
     t.begin(rows);
-    /* Step -1 fills the pipeline: the weights of step 0 become bf16 while nothing is multiplied yet. */
+    /* Step -1 fills the pipeline: the weights of step 0 become f16 while nothing is multiplied yet. */
     for (int step = -1; step < (int)steps; step++) {
         const uint32_t next = step + 1;
         copy_wait<0>();
@@ -193,11 +193,6 @@ template <class T> DEV void dense_quantized(const krn_cu_gemm_args &a)
                     *p = a.add ? *p + t.acc[m][n][i] : t.acc[m][n][i];
                 }
             }
-}
-
-DEV float swiglu(float g, float u)
-{
-    return g / (1.0f + expf(-g)) * u;
 }
 
 /* A piece of an expert's work. */
@@ -266,7 +261,7 @@ template <class T, int MODE> DEV void experts(const krn_cu_expert_args &a)
                         uint32_t col = t.row_n(n) + (t.lane & 3) * 2;
                         const float *g = &t.acc[m][n][2 * h], *u = &t.acc[m][n + t.NI / 2][2 * h];
                         if (n0 + col < a.a.rows)
-                            y[col / 2] = pack_bf16(swiglu(g[0], u[0]), swiglu(g[1], u[1]));
+                            y[col / 2] = pack_f16(hidden_value(g[0], u[0]), hidden_value(g[1], u[1]));
                     }
                 } else {
                     float *y = at<float>(a.y) + (uint64_t)slots[position] * a.a.rows + n0;
@@ -274,7 +269,8 @@ template <class T, int MODE> DEV void experts(const krn_cu_expert_args &a)
                     for (int n = 0; n < t.NI; n++) {
                         uint32_t col = t.row_n(n) + (t.lane & 3) * 2;
                         if (n0 + col < a.a.rows)
-                            *(float2 *)(y + col) = make_float2(t.acc[m][n][2 * h], t.acc[m][n][2 * h + 1]);
+                            *(float2 *)(y + col) = make_float2(t.acc[m][n][2 * h] * KRN_CU_HIDDEN_SCALE,
+                                                               t.acc[m][n][2 * h + 1] * KRN_CU_HIDDEN_SCALE);
                     }
                 }
             }
@@ -285,7 +281,7 @@ template <class T, int MODE> DEV void experts(const krn_cu_expert_args &a)
 
 typedef warp_tile<2, 2, 4, false> plain_tile;
 
-/* bf16 weights x bf16 tokens, 128 x 128. */
+/* f16 weights x f16 tokens, 128 x 128. */
 DEV void dense_plain(const krn_cu_gemm_args &a)
 {
     SHARED_DYNAMIC(uint8_t, smem);

@@ -41,8 +41,8 @@ DEV void load_vector(const uint16_t *x, uint32_t cols)
     for (uint32_t i = threadIdx.x * 8; i < div_up(cols, 64) * 64; i += blockDim.x * 8) {
         uint4 w = i < cols ? *(const uint4 *)(x + i) : make_uint4(0, 0, 0, 0);
         float *p = v + i + i / 64 * (UNIT - 64);
-        *(float4 *)p = make_float4(bf16_lo(w.x), bf16_hi(w.x), bf16_lo(w.y), bf16_hi(w.y));
-        *(float4 *)(p + 4) = make_float4(bf16_lo(w.z), bf16_hi(w.z), bf16_lo(w.w), bf16_hi(w.w));
+        *(float4 *)p = make_float4(f16_lo(w.x), f16_hi(w.x), f16_lo(w.y), f16_hi(w.y));
+        *(float4 *)(p + 4) = make_float4(f16_lo(w.z), f16_hi(w.z), f16_lo(w.w), f16_hi(w.w));
     }
     __syncthreads();
 }
@@ -168,7 +168,7 @@ KERNEL(__launch_bounds__(GEMV_WARPS * 32, 3), gate_up_gemv, krn_cu_expert_args)
     const float4 g = dot_of(a.a, blob, row), u = dot_of(a.b, blob, row);
     if (lane < GEMV_ROWS && row + lane < a.a.rows) {
         float p = pick(g, lane), q = pick(u, lane);
-        at<uint16_t>(a.y)[(uint64_t)position * a.a.rows + row + lane] = to_bf16(p / (1.0f + expf(-p)) * q);
+        at<uint16_t>(a.y)[(uint64_t)position * a.a.rows + row + lane] = to_f16(hidden_value(p, q));
     }
 }
 
@@ -184,5 +184,5 @@ KERNEL(__launch_bounds__(GEMV_WARPS * 32, 3), down_gemv, krn_cu_expert_args)
         return;
     const float4 sum = dot_of(a.a, at<uint8_t>(job.blob), row);
     if (lane < GEMV_ROWS && row + lane < a.a.rows)
-        at<float>(a.y)[(uint64_t)at<uint32_t>(a.slots)[position] * a.a.rows + row + lane] = pick(sum, lane);
+        at<float>(a.y)[(uint64_t)at<uint32_t>(a.slots)[position] * a.a.rows + row + lane] = pick(sum, lane) * KRN_CU_HIDDEN_SCALE;
 }

@@ -8,10 +8,11 @@
     extern "C" __global__ void attributes krn_dev_##name(const __grid_constant__ args a)
 #define SHARED_DYNAMIC(type, name) extern __shared__ __align__(128) type name[]
 
-DEV uint32_t pack_bf16(float lo, float hi)
+/* Beyond the range: the largest number, never an infinity. */
+DEV uint32_t pack_f16(float lo, float hi)
 {
     uint32_t r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
     return r;
 }
 
@@ -69,7 +70,7 @@ DEV void load_matrix_trans(uint32_t (&r)[4], uint32_t address)
 /* c += a (16 x 16) * b (16 x 8) */
 DEV void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Tiles in shared memory and the tensor-core step that all matrix kernels
- * share: rows of 64 bf16 values, their eight 16-byte pieces XOR-ed with the
+ * share: rows of 64 f16 values, their eight 16-byte pieces XOR-ed with the
  * row number so that neither stores nor ldmatrix meet in a bank.
  *
  * An output element is one chain of m16n8k16 steps over k = 0, 16, 32, ...

@@ -75,7 +75,7 @@ static krn_cuda_ptr activations(size_t n)
 {
     size_t piece = n < 1u << 20 ? n : 1u << 20;
     float *x = krn_rand_floats(&rng, piece, 1);
-    uint16_t *h = bf16_round(x, piece);
+    uint16_t *h = f16_round(x, piece);
     krn_cuda_ptr p = cu_alloc(n * 2);
     for (size_t at = 0; at < n; at += piece)
         cu_put(p + at * 2, h, (n - at < piece ? n - at : piece) * 2);
@@ -138,7 +138,7 @@ static void bench_experts(const char *up_name, const char *down_name, uint32_t t
                                        .resident = cu_copy(address, sizeof address),
                                        .tokens = tokens,
                                        .decode = decode,
-                                       .x_bf16 = activations((size_t)tokens * HIDDEN),
+                                       .x_f16 = activations((size_t)tokens * HIDDEN),
                                        .plan = cu_alloc(krn_cu_plan_bytes(tokens, TOP_K, EXPERTS)),
                                        .hidden_rows = cu_alloc(slots * WIDTH * 2),
                                        .out = cu_alloc(slots * HIDDEN * 4)};
@@ -244,7 +244,7 @@ static void bench_attention(uint32_t position, uint32_t tokens, uint32_t head_di
 /* Everything around the products, for a chunk of so many tokens. */
 struct small_bench {
     uint32_t tokens;
-    krn_cuda_ptr x, w, f32, bf16, router, scores, ids, weights, out, q, k, v, table, qh;
+    krn_cuda_ptr x, w, f32, f16, router, scores, ids, weights, out, q, k, v, table, qh;
     struct krn_cu_groups groups;
     struct krn_cu_kv kv;
 };
@@ -252,7 +252,7 @@ struct small_bench {
 static void run_norm(void *ctx)
 {
     struct small_bench *b = ctx;
-    NEED(krn_cu_rmsnorm(cu, stream, b->x, b->w, 1e-6f, b->tokens, HIDDEN, b->f32, b->bf16));
+    NEED(krn_cu_rmsnorm(cu, stream, b->x, b->w, 1e-6f, b->tokens, HIDDEN, b->f32, b->f16));
 }
 static void run_scores(void *ctx)
 {
@@ -289,7 +289,7 @@ static void bench_small(uint32_t tokens)
         .x = random_floats(t * HIDDEN),
         .w = random_floats(HIDDEN),
         .f32 = cu_alloc(t * HIDDEN * 4),
-        .bf16 = cu_alloc(t * HIDDEN * 2),
+        .f16 = cu_alloc(t * HIDDEN * 2),
         .router = random_floats(EXPERTS * HIDDEN),
         .scores = cu_alloc(t * EXPERTS * 4),
         .ids = cu_alloc(t * TOP_K * 4),
@@ -343,13 +343,13 @@ int main(int argc, char **argv)
         bench_experts("Q4_K", "Q4_K", 8, true);
     }
     if (WANTED("dense")) {
-        static const char *const types[] = {"BF16", "Q4_K", "Q6_K", "Q8_0"};
-        for (int i = 0; i < 4; i++) {
+        static const char *const types[] = {"F16", "BF16", "Q4_K", "Q6_K", "Q8_0"};
+        for (int i = 0; i < 5; i++) {
             bench_dense(types[i], 4096, 2048, 4096);
             bench_dense(types[i], 2048, 4096, 4096);
         }
         bench_dense("Q4_K", 512, 2048, 4096);
-        bench_dense("BF16", 8192, 8192, 8192);
+        bench_dense("F16", 8192, 8192, 8192);
         bench_dense("Q4_K", 4096, 2048, 1024);
         bench_dense("Q4_K", 4096, 2048, 32);
     }

@@ -11,6 +11,7 @@
 
 #include "kernels/krn_cu.h"
 #include "kernels/krn_ref.h"
+#include "tests/gpu/f16.h"
 #include "tests/unit/krn_data.h"
 
 #define CU_MEMORY_MAX 256
@@ -100,28 +101,13 @@ static inline void *cu_get(krn_cuda_ptr p, size_t bytes)
     return data;
 }
 
-static inline uint16_t bf16_of(float f)
-{
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
-static inline float bf16_to(uint16_t h)
-{
-    uint32_t u = (uint32_t)h << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-/* n values as bf16; x itself is rounded, so that the reference sees what the device sees. */
-static inline uint16_t *bf16_round(float *x, size_t n)
+/* n values as f16; x itself is rounded, so that the reference sees what the device sees. */
+static inline uint16_t *f16_round(float *x, size_t n)
 {
     uint16_t *h = krn_alloc(n * 2);
     for (size_t i = 0; i < n; i++) {
-        h[i] = bf16_of(x[i]);
-        x[i] = bf16_to(h[i]);
+        h[i] = f16_of(x[i]);
+        x[i] = f16_to(h[i]);
     }
     return h;
 }

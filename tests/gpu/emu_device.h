@@ -16,6 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tests/gpu/f16.h"
+
 struct float2 {
     float x, y;
 };
@@ -155,17 +157,9 @@ static inline uint32_t atomicAdd(uint32_t *p, uint32_t x)
 }
 
 /* What krn_cu_ptx.cuh has. */
-extern "C" float krn_f16_to_f32(uint16_t h);
-
-static inline uint32_t emu_bf16(float f)
+static inline uint32_t pack_f16(float lo, float hi)
 {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return f != f ? 0x7fffu : (u + 0x7fff + (u >> 16 & 1)) >> 16;
-}
-static inline uint32_t pack_bf16(float lo, float hi)
-{
-    return emu_bf16(lo) | emu_bf16(hi) << 16;
+    return f16_of(lo) | (uint32_t)f16_of(hi) << 16;
 }
 static inline float half_float(uint16_t h)
 {
@@ -240,9 +234,9 @@ static inline void emu_multiply(emu_lanes &lanes)
         const int g = i / 4, t = i % 4 * 2;
         for (int e = 0; e < 2; e++) {
             for (int r = 0; r < 4; r++)
-                A[g + (r & 1) * 8][t + e + (r >> 1) * 8] = __uint_as_float(f.a[r] >> 16 * e << 16);
+                A[g + (r & 1) * 8][t + e + (r >> 1) * 8] = krn_f16_to_f32((uint16_t)(f.a[r] >> 16 * e));
             for (int r = 0; r < 2; r++) {
-                B[t + e + r * 8][g] = __uint_as_float(f.b[r] >> 16 * e << 16);
+                B[t + e + r * 8][g] = krn_f16_to_f32((uint16_t)(f.b[r] >> 16 * e));
                 C[g + r * 8][t + e] = f.c[2 * r + e];
             }
         }

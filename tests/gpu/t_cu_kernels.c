@@ -55,7 +55,7 @@ static float *floats_of(const uint16_t *h, size_t n)
 {
     float *f = krn_alloc(n * 4);
     for (size_t i = 0; i < n; i++)
-        f[i] = bf16_to(h[i]);
+        f[i] = f16_to(h[i]);
     return f;
 }
 
@@ -73,7 +73,7 @@ static struct device_mat make_mat(const struct krn_type *type, uint32_t rows, ui
     return r;
 }
 
-/* The matrix with its weights rounded to bf16, as the tensor cores see them. The caller frees .data. */
+/* The matrix with its weights rounded to f16, as the tensor cores see them. The caller frees .data. */
 static struct krn_mat rounded(const struct krn_mat *m)
 {
     size_t n = (size_t)m->rows * m->cols;
@@ -82,7 +82,7 @@ static struct krn_mat rounded(const struct krn_mat *m)
     NEED(krn_row_bytes(m->type, m->cols, &row_bytes));
     for (uint32_t r = 0; r < m->rows; r++)
         krn_dequant_row(m->type, (const char *)m->data + r * row_bytes, w + (size_t)r * m->cols, m->cols);
-    free(bf16_round(w, n));
+    free(f16_round(w, n));
     return (struct krn_mat){w, krn_type_find(KRN_F32), m->rows, m->cols};
 }
 
@@ -114,12 +114,28 @@ static void test_dequant(void)
                             want + (size_t)r * cols, cols);
         for (uint32_t r = 0; r < rows; r++)
             close_to(got + (size_t)(rows - 1 - r) * cols, want + (size_t)r * cols, cols, 2e-5, type->name);
-        close_to(wide, want, n, 2.5e-3, type->name);
+        close_to(wide, want, n, 4e-4, type->name);
         for (size_t i = 0; i < n; i++)
-            if (!(fabs((double)wide[i] - (double)want[i]) <= fabs((double)want[i]) / 256 + 1e-4)) {
+            if (!(fabs((double)wide[i] - (double)want[i]) <= fabs((double)want[i]) / 1800 + 1e-5)) {
                 FAIL("%s: weight %zu is %g, not %g", type->name, i, (double)wide[i], (double)want[i]);
                 break;
             }
+        if (type->ggml_id == KRN_F32 || type->ggml_id == KRN_BF16) { /* cut off; and in place */
+            const float large[4] = {1e5f, -3e38f, INFINITY, 7e4f};
+            uint16_t top[4];
+            for (int i = 0; i < 4; i++)
+                memcpy(&top[i], (const char *)&large[i] + 2, 2);
+            cu_put(m.m.data, type->ggml_id == KRN_F32 ? (const void *)large : (const void *)top,
+                   type->ggml_id == KRN_F32 ? sizeof large : sizeof top);
+            krn_cuda_ptr target = type->ggml_id == KRN_F32 ? h : m.m.data;
+            NEED(krn_cu_expand(cu, stream, &m.m, target));
+            uint16_t *cut = cu_get(target, n * 2);
+            for (int i = 0; i < 4; i++)
+                if (cut[i] != (i == 1 ? 0xfbff : 0x7bff))
+                    FAIL("%s: weight %g became %#x", type->name, (double)large[i], cut[i]);
+            same(cut + 4, got_h + 4, (n - 4) * 2, "expand in place");
+            free(cut);
+        }
         clean_behind(got + n, "embed");
         clean_behind(got_h + n, "expand");
         free(got), free(got_h), free(wide), free(want), free((void *)m.host.data);
@@ -142,9 +158,20 @@ static void test_norm(void)
         uint16_t *got_h = cu_get(h, n * 2);
         float *wide = floats_of(got_h, n);
         close_to(got, want, n, 1e-6, "rmsnorm");
-        close_to(wide, want, n, 3e-3, "rmsnorm bf16");
+        close_to(wide, want, n, 4e-4, "rmsnorm f16");
+        for (uint32_t i = 0; i < dim; i++)
+            w[i] *= 1e6f;
+        cu_put(dw, w, dim * 4);
+        NEED(krn_cu_rmsnorm(cu, stream, dx, dw, 1e-6f, tokens, dim, 0, h));
+        uint16_t *cut = cu_get(h, n * 2);
+        for (size_t i = 0; i < n; i++)
+            if (fabs((double)want[i]) > 0.07 && (cut[i] & 0x7fff) != 0x7bff) {
+                FAIL("rmsnorm: %g became %#x", 1e6 * (double)want[i], cut[i]);
+                break;
+            }
+        free(cut);
         clean_behind(got + n, "rmsnorm");
-        clean_behind(got_h + n, "rmsnorm bf16");
+        clean_behind(got_h + n, "rmsnorm f16");
         free(x), free(w), free(want), free(got), free(got_h), free(wide);
         cu_free_all();
     }
@@ -162,7 +189,7 @@ static void test_dense(void)
             struct device_mat m = make_mat(type, n, cols);
             float *x = krn_rand_floats(&rng, (size_t)TOKENS * cols, 1),
                   *want = krn_alloc((size_t)TOKENS * n * 4), *exact = krn_alloc((size_t)TOKENS * n * 4);
-            uint16_t *xh = bf16_round(x, (size_t)TOKENS * cols);
+            uint16_t *xh = f16_round(x, (size_t)TOKENS * cols);
             struct krn_mat coarse = rounded(&m.host);
             krn_ref_matmul(&coarse, x, TOKENS, want);
             krn_ref_matmul(&m.host, x, TOKENS, exact);
@@ -175,7 +202,7 @@ static void test_dense(void)
                 krn_cuda_ptr y = cu_alloc(size);
                 NEED(krn_cu_dense(cu, stream, &m.m, dx, tokens[t], false, scratch, y));
                 float *got = cu_get(y, size);
-                close_to(got, want, (size_t)tokens[t] * n, 2e-3, type->name);
+                close_to(got, want, (size_t)tokens[t] * n, 2e-4, type->name);
                 clean_behind((char *)got + size, "dense");
                 if (whole)
                     same(got, whole, size, "dense: tokens among fewer");
@@ -243,14 +270,14 @@ static void test_qkv(void)
             krn_ref_head_norm_rope(k, normed ? wk : NULL, 1e-6f, positions, 1e6f, tokens, kv_heads, hd);
             uint16_t *got = cu_get(y, nq * 2), *ck = cu_get(kv.k, cache), *cv = cu_get(kv.v, cache);
             float *wide = floats_of(got, nq);
-            close_to(wide, q, nq, 3e-3, "q");
+            close_to(wide, q, nq, 4e-4, "q");
             clean_behind(got + nq, "q");
             for (uint32_t h = 0; h < kv_heads; h++)
                 for (uint32_t t = 0; t < tokens; t++) {
                     size_t at = ((size_t)h * ctx + pos0 + t) * hd, from = ((size_t)t * kv_heads + h) * hd;
                     float *fk = floats_of(ck + at, hd), *fv = floats_of(cv + at, hd);
-                    close_to(fk, k + from, hd, 4e-3, "k cache");
-                    close_to(fv, v + from, hd, 4e-3, "v cache");
+                    close_to(fk, k + from, hd, 5e-4, "k cache");
+                    close_to(fv, v + from, hd, 5e-4, "v cache");
                     free(fk), free(fv);
                 }
             for (size_t i = 0; i < (size_t)pos0 * hd; i++)
@@ -263,7 +290,7 @@ static void test_qkv(void)
         }
 }
 
-/* Random bf16 keys and values from position 0 (host: [keys][kv_heads][hd]) in a poisoned cache. */
+/* Random f16 keys and values from position 0 (host: [keys][kv_heads][hd]) in a poisoned cache. */
 static struct krn_cu_kv make_kv(uint32_t keys, uint32_t kv_heads, uint32_t hd, float **ret_k, float **ret_v)
 {
     uint32_t ctx = (keys + 191) / 64 * 64;
@@ -272,12 +299,12 @@ static struct krn_cu_kv make_kv(uint32_t keys, uint32_t kv_heads, uint32_t hd, f
     struct krn_cu_kv kv = {0, 0, ctx, kv_heads, hd};
     for (int which = 0; which < 2; which++) {
         float *x = krn_rand_floats(&rng, n, which ? 1 : 2);
-        free(bf16_round(x, n));
+        free(f16_round(x, n));
         memset(h, 0xff, cache * 2);
         for (uint32_t j = 0; j < keys; j++)
             for (uint32_t g = 0; g < kv_heads; g++)
                 for (uint32_t d = 0; d < hd; d++)
-                    h[((size_t)g * ctx + j) * hd + d] = bf16_of(x[((size_t)j * kv_heads + g) * hd + d]);
+                    h[((size_t)g * ctx + j) * hd + d] = f16_of(x[((size_t)j * kv_heads + g) * hd + d]);
         *(which ? &kv.v : &kv.k) = cu_copy(h, cache * 2);
         *(which ? ret_v : ret_k) = x;
     }
@@ -298,13 +325,13 @@ static void test_attention(void)
         struct krn_cu_kv kv = make_kv(keys, kv_heads, hd, &k, &v);
         size_t row = (size_t)heads * hd, n = tokens * row;
         float *q = krn_rand_floats(&rng, n, 2), *want = krn_alloc(n * 4);
-        uint16_t *qh = bf16_round(q, n);
+        uint16_t *qh = f16_round(q, n);
         krn_ref_attention(k, v, kv_heads, hd, pos0, tokens, heads, q, want);
         krn_cuda_ptr dq = cu_copy(qh, n * 2), y = cu_alloc(n * 2);
         NEED(krn_cu_attention(cu, stream, &kv, pos0, tokens, heads, dq, y));
         uint16_t *got = cu_get(y, n * 2);
         float *wide = floats_of(got, n);
-        close_to(wide, want, n, 5e-3, "attention");
+        close_to(wide, want, n, 6e-4, "attention");
         clean_behind(got + n, "attention");
         static const uint32_t chunks[] = {1, 37, 64, 128, 200};
         for (size_t i = small ? 3 : 0; i < 5; i++) {
@@ -324,7 +351,7 @@ static void test_attention(void)
         NEED(krn_cu_decode(cu, stream, &kv, pos0, tokens, heads, dq, scratch, z));
         uint16_t *one = cu_get(z, n * 2);
         float *wide_one = floats_of(one, n);
-        close_to(wide_one, want, n, 4e-3, "decode attention");
+        close_to(wide_one, want, n, 4e-4, "decode attention");
         clean_behind(one + n, "decode attention");
         krn_cuda_ptr last = cu_alloc(row * 2);
         NEED(krn_cu_decode(cu, stream, &kv, keys - 1, 1, heads, dq + (tokens - 1) * row * 2, scratch, last));
@@ -481,12 +508,15 @@ struct expert_case {
     const struct krn_type *gate, *up, *down;
     uint32_t experts, top_k, hidden, width, tokens;
     bool decode;
+    float scale; /* of the activations */
 };
 
 #define GROUPS 3u
 
 /* One expert with everything rounded where the device rounds, summed in double: what is left is the order of
  * summation and weights that fall to the other side (a SwiGLU of sums near zero magnifies rounding). */
+static bool hidden_beyond, hidden_cut; /* some were more than f16 reaches, than a sixteenth reaches */
+
 static void reference_expert(const struct expert_case *c, const struct krn_expert_job *job, const float *x,
                              float *out)
 {
@@ -501,8 +531,12 @@ static void reference_expert(const struct expert_case *c, const struct krn_exper
         const float *xt = x + (size_t)(job->slots[i] / c->top_k) * H;
         krn_ref_matmul(&m[0], xt, 1, g);
         krn_ref_matmul(&m[1], xt, 1, u);
-        for (uint32_t r = 0; r < W; r++)
-            g[r] = bf16_to(bf16_of((float)(g[r] / (1.0 + exp(-(double)g[r])) * u[r])));
+        for (uint32_t r = 0; r < W; r++) {
+            float v = (float)(g[r] / (1.0 + exp(-(double)g[r])) * u[r] / KRN_CU_HIDDEN_SCALE);
+            hidden_beyond |= fabsf(v) * KRN_CU_HIDDEN_SCALE > 65504;
+            hidden_cut |= fabsf(v) > 65504;
+            g[r] = f16_to(f16_of(v)) * KRN_CU_HIDDEN_SCALE;
+        }
         krn_ref_matmul(&m[2], g, 1, out + (size_t)job->slots[i] * H);
     }
     for (int i = 0; i < 3 && !c->decode; i++)
@@ -527,8 +561,8 @@ static void run_experts(const struct expert_case *c)
         memcpy(b, g, rg * W), memcpy(b + up_at, u, ru * W), memcpy(b + down_at, d, rd * H);
         free(g), free(u), free(d);
     }
-    float *x = krn_rand_floats(&rng, (size_t)T * H, 1), *want = krn_alloc(n_slots * H * 4);
-    uint16_t *xh = bf16_round(x, (size_t)T * H);
+    float *x = krn_rand_floats(&rng, (size_t)T * H, c->scale), *want = krn_alloc(n_slots * H * 4);
+    uint16_t *xh = f16_round(x, (size_t)T * H);
     uint32_t *ids = random_choice(T, E, K), *offsets = krn_alloc((E + 1) * 4),
              *slots = krn_alloc(n_slots * 4);
     krn_host_group(ids, T, E, K, offsets, slots);
@@ -570,7 +604,7 @@ static void run_experts(const struct expert_case *c)
                                     .ring_slots = E,
                                     .tokens = T,
                                     .decode = c->decode,
-                                    .x_bf16 = dx,
+                                    .x_f16 = dx,
                                     .plan = cu_alloc(krn_cu_plan_bytes(T, K, E)),
                                     .hidden_rows = cu_alloc(n_slots * W * 2),
                                     .out = out};
@@ -599,7 +633,7 @@ static void run_experts(const struct expert_case *c)
             if (e == missing)
                 same(got + at, want + at, H * 4, "rows of an expert that did not run");
             else
-                close_to(got + at, want + at, H, 2e-2, c->gate->name);
+                close_to(got + at, want + at, H, 3e-3, c->gate->name);
         }
     double diff = 0, norm = 0;
     for (size_t i = 0; i < n_slots * H; i++)
@@ -607,7 +641,7 @@ static void run_experts(const struct expert_case *c)
             diff += ((double)got[i] - (double)want[i]) * ((double)got[i] - (double)want[i]);
             norm += (double)want[i] * want[i];
         }
-    if (!(sqrt(diff / norm) < 2e-3))
+    if (!(sqrt(diff / norm) < 3e-4))
         FAIL("experts %s: relative error %.3g of the whole", c->gate->name, sqrt(diff / norm));
     clean_behind(got + n_slots * H, "experts");
 
@@ -620,7 +654,7 @@ static void run_experts(const struct expert_case *c)
     run.resident = cu_copy(resident, E * 8);
     run.table = 0;
     run.tokens = few;
-    run.x_bf16 = dx + (size_t)t0 * H * 2;
+    run.x_f16 = dx + (size_t)t0 * H * 2;
     run.out = out_few;
     NEED(krn_cu_experts(cu, stream, &run));
     float *other = cu_get(out_few, (size_t)few * K * H * 4);
@@ -640,12 +674,21 @@ static void test_experts(void)
     for (int ty = 0; ty < n; ty++) {
         const struct krn_type *table = krn_type_table() + first, *t = &table[ty],
                               *next = &table[(ty + 1) % n], *down = &table[(ty + 3) % n];
-        run_experts(&(struct expert_case){t, t, t, small ? 3 : 6, 2, 256, 256, 150, false});
+        run_experts(&(struct expert_case){t, t, t, small ? 3 : 6, 2, 256, 256, 150, false, 1});
         if (!small)
-            run_experts(&(struct expert_case){t, next, down, 9, 3, 512, 256, 40, false});
-        run_experts(&(struct expert_case){t, t, down, 6, 2, 512, 256, 3, true});
+            run_experts(&(struct expert_case){t, next, down, 9, 3, 512, 256, 40, false, 1});
+        run_experts(&(struct expert_case){t, t, down, 6, 2, 512, 256, 3, true, 1});
         if (t->block_elems <= 32)
-            run_experts(&(struct expert_case){t, t, t, 5, 2, fit_cols(t, 80), fit_cols(t, 48), 130, false});
+            run_experts(
+                &(struct expert_case){t, t, t, 5, 2, fit_cols(t, 80), fit_cols(t, 48), 130, false, 1});
+    }
+    /* hidden rows of a million and more: scaled, and the largest cut off */
+    const struct krn_type *q4_k = krn_type_find(KRN_Q4_K);
+    for (int decode = 0; decode < 2; decode++) {
+        hidden_beyond = hidden_cut = false;
+        run_experts(&(struct expert_case){q4_k, q4_k, q4_k, 3, 2, 256, 256, decode ? 3 : 40, decode, 60});
+        if (!hidden_beyond || !hidden_cut)
+            FAIL("the case of large hidden rows has none");
     }
 }
 

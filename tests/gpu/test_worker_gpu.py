@@ -10,7 +10,7 @@ Bounds: logits within 2e-2 of the greatest of the float32 reference, KL below
 in the reference (such steps are listed).
 
 The shipped models are small and sure of nothing: their 8th and 9th expert are
-often nearer than what bf16 operands resolve, and a token that takes the other
+often nearer than what 16-bit operands resolve, and a token that takes the other
 one leaves the reference for good, and with it, a little, all that look at it.
 So the bounds speak of many tokens: the mean KL over about 50 positions of each
 prompt (against a float32 worker on the host, itself within 1e-3 of the
