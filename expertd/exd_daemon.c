@@ -132,6 +132,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
                                         .link_gbps = o->link_gbps,
                                         .link_latency_us = o->link_latency_us,
                                         .watchdog_ns = o->watchdog_ns,
+                                        .batch = o->batch,
                                         .trace = o->trace,
                                         .wake_fd = d->wake_fd};
     struct exd_session *session;

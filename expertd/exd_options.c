@@ -2,6 +2,7 @@
 #include "expertd/exd_options.h"
 
 #include "expertd/exd_log.h"
+#include "kernels/krn_link_cuda.h"
 #include "shm/shm_word.h"
 #include "shm/shm_worker.h"
 
@@ -30,6 +31,7 @@ enum key {
     KEY_NO_KEEP,
     KEY_TRACE,
     KEY_WATCHDOG,
+    KEY_BATCH,
     KEY_DRAIN,
     KEY_LOG_LEVEL,
     KEY_READY_FD,
@@ -62,6 +64,8 @@ static const struct argp_option option_table[] = {
     {"link-gbps", KEY_LINK_GBPS, "X", 0, "Pace each host link to X * 1e9 bytes a second (default: unpaced)",
      2},
     {"link-latency-us", KEY_LINK_LATENCY, "X", 0, "Add X microseconds to each copy (default: 0)", 2},
+    {"batch", KEY_BATCH, "COPIES", 0,
+     "Most copies handed to a GPU's driver in one call, 1 to 16 (default: 8)", 2},
     {"watchdog-ms", KEY_WATCHDOG, "MS", 0, "Longest wait without progress (default: 60000)", 2},
     {NULL, 0, NULL, 0, "Reading the model file:", 3},
     {"io", KEY_IO, "auto|uring|pread", 0, "Reading engine (default: auto)", 3},
@@ -158,6 +162,8 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
         if (rc == 0)
             o->watchdog_ns = (uint64_t)ms * 1000000u;
         return rc;
+    case KEY_BATCH:
+        return parse_u32("--batch", arg, 1, KRN_LINK_BATCH_MAX, &o->batch, err);
     case KEY_DRAIN:
         return parse_u32("--drain-ms", arg, 0, 3600000, &o->drain_ms, err);
     case KEY_LOG_LEVEL:

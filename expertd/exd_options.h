@@ -27,6 +27,7 @@ struct exd_options {
     enum exd_pin pin;
     bool keep, trace, quiet;
     uint64_t watchdog_ns; /* 0: the issuer's default */
+    uint32_t batch;       /* copies in one call of a GPU's driver; 0: the link's default */
     uint32_t drain_ms;    /* on SIGTERM and SIGINT */
     int log_level;
     int ready_fd; /* -1: none */

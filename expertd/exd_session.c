@@ -174,6 +174,7 @@ static int start_cuda_link(struct exd_session *s, const struct exd_session_confi
                                         .source_bytes = config->arena->mapped_bytes,
                                         .landed_word = &w->landed_groups,
                                         .landed_bell = &w->landed_bell,
+                                        .batch = config->batch,
                                         .name = s->name,
                                         .note = on_note};
     memcpy(link.ring_handle.bytes, r->ring_handle, sizeof(link.ring_handle.bytes));

@@ -27,6 +27,7 @@ struct exd_session_config {
     struct exd_stream_settings stream;  /* defaults; the request's own win */
     double link_gbps, link_latency_us;  /* likewise */
     uint64_t watchdog_ns;
+    uint32_t batch; /* copies handed to a GPU's driver in one call; 0: the link's default */
     bool trace;
     int wake_fd; /* eventfd: written from other threads when a session has faulted or is closed */
 };

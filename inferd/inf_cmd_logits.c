@@ -1,196 +1,133 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What tests compare with reference outputs: ids, logits, routing, greedy
- * continuation. One JSON object:
- *
- *   ids            [id, ...]
- *   logits         [{"position": p, "logits": [vocab numbers]}, ...]   float32, 9 digits
- *   routes         [layer][token * experts_used] expert ids, highest weight first   (--routes)
- *   route_weights  likewise
- *   greedy         {"ids": [...], "margins": [...], "text": "..."}                  (-n)
- *   hash           XXH3-64 of all prompt logits                                     (--hash)
+ * inferd logits: one read, or with --reads one after the other in the same
+ * process, each with settings of its own (for tests: a process on a GPU takes
+ * most of a second to start).
  */
 #include "inferd/inf_cmd.h"
-#include "inferd/inf_turn.h"
+#include "inferd/inf_logits.h"
 
 #include <errno.h>
-#include <math.h>
+#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <xxhash.h>
 
-struct output {
-    uint32_t vocab, layers, used, tokens;
-    uint8_t *wanted; /* [tokens] */
-    float *last;     /* [vocab] */
-    bool comma, hash;
-    XXH3_state_t *state;
-    uint32_t *ids; /* [layers][tokens][used] */
-    float *weights;
-};
+#define GROUPS     (INF_GROUP_ENGINE | INF_GROUP_PROMPT | INF_GROUP_LOGITS | INF_GROUP_REPORT)
+#define LINE_WORDS 64
+#define AGAIN_MS   10000 /* for the next expertd after one ended */
 
-static void print_row(struct output *out, uint32_t position, const float *row)
+static const char doc[] = "Prints logits, routing and greedy continuation of a prompt as JSON, for tests.";
+
+static void parse(int argc, char **argv, struct inf_options *ret_options)
 {
-    printf("%s{\"position\":%u,\"logits\":[", out->comma ? "," : "", position);
-    for (uint32_t v = 0; v < out->vocab; v++)
-        printf("%s%.9g", v ? "," : "", row[v]);
-    fputs("]}", stdout);
-    out->comma = true;
+    inf_options_parse(argc, argv, GROUPS, doc, ret_options);
+    if (!ret_options->n_given)
+        ret_options->n = 0;
+    ret_options->json = true;
 }
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static int read_one(const struct inf_options *o, struct inf_engine *e, struct inf_conversation *c, FILE *f,
+                    struct shm_error *err)
 {
-    struct output *out = ctx;
-    if (out->hash)
-        XXH3_64bits_update(out->state, logits, (size_t)rows * out->vocab * sizeof *logits);
-    for (uint32_t r = 0; r < rows; r++)
-        if (out->wanted[position + r])
-            print_row(out, position + r, logits + (size_t)r * out->vocab);
-    memcpy(out->last, logits + (size_t)(rows - 1) * out->vocab, out->vocab * sizeof *logits);
-}
-
-static void on_routes(void *ctx, uint32_t layer, uint32_t position, uint32_t tokens, const uint32_t *ids,
-                      const float *weights)
-{
-    struct output *out = ctx;
-    size_t at = ((size_t)layer * out->tokens + position) * out->used, n = (size_t)tokens * out->used;
-    memcpy(out->ids + at, ids, n * sizeof *ids);
-    memcpy(out->weights + at, weights, n * sizeof *weights);
-}
-
-static void print_routes(const struct output *out)
-{
-    const size_t n = (size_t)out->tokens * out->used;
-    for (int weights = 0; weights < 2; weights++) {
-        printf(",\"%s\":[", weights ? "route_weights" : "routes");
-        for (uint32_t l = 0; l < out->layers; l++) {
-            printf("%s[", l ? "," : "");
-            for (size_t i = 0; i < n; i++)
-                weights ? printf("%s%.9g", i ? "," : "", out->weights[l * n + i])
-                        : printf("%s%u", i ? "," : "", out->ids[l * n + i]);
-            putchar(']');
-        }
-        putchar(']');
-    }
-}
-
-/* "0,5,last" or "all" or "none". *ret_all: every row is needed. */
-static int choose(const char *list, struct output *out, bool *ret_all, struct shm_error *err)
-{
-    *ret_all = strcmp(list, "last") != 0 && strcmp(list, "none") != 0;
-    for (const char *at = list; *at;) {
-        size_t n = strcspn(at, ",");
-        char *end;
-        unsigned long long p = strtoull(at, &end, 10);
-        if (n == 3 && strncmp(at, "all", 3) == 0)
-            memset(out->wanted, 1, out->tokens);
-        else if (n == 4 && strncmp(at, "last", 4) == 0)
-            out->wanted[out->tokens - 1] = 1;
-        else if (n == 4 && strncmp(at, "none", 4) == 0)
-            ;
-        else if (end == at + n && n && at[0] != '-' && p < out->tokens)
-            out->wanted[p] = 1;
-        else
-            return shm_error_set(err, EINVAL, "--positions: '%.*s' is no position of the prompt's %u tokens",
-                                 (int)(n < 20 ? n : 20), at, out->tokens);
-        at += n + (at[n] == ',');
-    }
-    return 0;
-}
-
-static int32_t greatest(const float *logits, uint32_t n, float *ret_margin)
-{
-    uint32_t best = 0;
-    float second = -INFINITY;
-    for (uint32_t v = 1; v < n; v++) {
-        if (logits[v] > logits[best]) {
-            second = logits[best];
-            best = v;
-        } else if (logits[v] > second) {
-            second = logits[v];
-        }
-    }
-    *ret_margin = logits[best] - second;
-    return (int32_t)best;
-}
-
-static void keep_last(void *ctx, uint32_t position, uint32_t rows, const float *logits)
-{
-    struct output *out = ctx;
-    (void)position;
-    memcpy(out->last, logits + (size_t)(rows - 1) * out->vocab, out->vocab * sizeof *logits);
-}
-
-/* End tokens are tokens like any other here. */
-static int print_greedy(struct inf_engine *e, struct inf_conversation *c, struct output *out, uint32_t n,
-                        struct shm_error *err)
-{
-    const struct inf_read_options o = {
-        .logits = INF_LOGITS_LAST, .on_logits = keep_last, .ctx = out, .generated = true};
-    json_t *ids = json_array(), *margins = json_array();
-    struct inf_detok *detok = NULL;
-    char *text = NULL;
-    size_t bytes;
-    FILE *f = open_memstream(&text, &bytes);
-    int rc = f ? inf_detok_create(e->tokenizer, true, &detok) : -ENOMEM;
-    const char *piece;
-    size_t piece_bytes;
-    for (uint32_t i = 0; !rc && i < n; i++) {
-        float margin;
-        int32_t id = greatest(out->last, out->vocab, &margin);
-        json_array_append_new(ids, json_integer(id));
-        json_array_append_new(margins, json_real(margin));
-        if (inf_detok_push(detok, id, &piece, &piece_bytes) == 0)
-            fwrite(piece, 1, piece_bytes, f);
-        if (i + 1 < n)
-            rc = inf_read(e, c, &id, 1, &o, err);
-    }
-    if (!rc) {
-        inf_detok_flush(detok, &piece, &piece_bytes);
-        fwrite(piece, 1, piece_bytes, f);
-    }
-    if (f)
-        fclose(f);
-    if (!rc) {
-        json_t *j = json_pack("{s:O, s:O, s:s%}", "ids", ids, "margins", margins, "text", text, bytes);
-        fputs(",\"greedy\":", stdout);
-        json_dumpf(j, stdout, JSON_COMPACT | JSON_REAL_PRECISION(9));
-        json_decref(j);
-    }
-    free(text);
-    inf_detok_destroy(&detok);
-    json_decref(ids);
-    json_decref(margins);
+    struct inf_ids ids = {0};
+    int rc = inf_cmd_prompt(o, e, err, &ids);
+    if (!rc)
+        rc = inf_logits_print(o, e, c, &ids, f, err);
+    inf_ids_clear(&ids);
     return rc;
 }
 
-static int print_all(const struct inf_options *o, struct inf_engine *e, struct inf_conversation *c,
-                     const struct inf_ids *ids, struct output *out, struct shm_error *err)
+static bool equal(const char *a, const char *b)
 {
-    bool all;
-    int rc = choose(o->positions ? o->positions : "last", out, &all, err);
+    return a == b || (a && b && strcmp(a, b) == 0);
+}
+
+/* What a line may not change: the process has it already. */
+static int check_line(const struct inf_options *base, const struct inf_options *line, struct shm_error *err)
+{
+    const struct inf_engine_config *a = &base->engine, *b = &line->engine;
+    if (!equal(a->store.instance, b->store.instance) || !equal(a->store.runtime_dir, b->store.runtime_dir) ||
+        !equal(base->model, line->model) || a->device != b->device || a->gpu != b->gpu ||
+        a->threads != b->threads || a->ctx != b->ctx || a->store.resident != b->store.resident ||
+        a->store.poison != b->store.poison || a->store.watchdog_ns != b->store.watchdog_ns || line->reads ||
+        line->prompt_stdin)
+        return shm_error_set(
+            err, EINVAL,
+            "--reads: a line may set the prompt, what is printed, --chunk and the stream, nothing else");
+    return 0;
+}
+
+static void print_error(const struct shm_error *err, int rc)
+{
+    json_t *j = json_pack("{s:s}", "error", err->code ? shm_error_text(err) : strerror(-rc));
+    json_dumpf(j, stdout, JSON_COMPACT);
+    putchar('\n');
+    fflush(stdout);
+    json_decref(j);
+}
+
+/* One line: the command line's options, then the line's own. */
+static int read_line(const struct inf_options *base, int argc, char **argv, char *line, struct inf_engine *e,
+                     struct inf_conversation *c, struct shm_error *err)
+{
+    char *words[LINE_WORDS + 64], *rest = NULL;
+    int n = 0;
+    for (int i = 0; i < argc && n < 64; i++)
+        if (strncmp(argv[i], "--reads", 7) != 0)
+            words[n++] = argv[i];
+        else if (!argv[i][7])
+            i++; /* its file */
+    for (char *word = strtok_r(line, " \t\n", &rest); word; word = strtok_r(NULL, " \t\n", &rest)) {
+        if (n == LINE_WORDS + 63)
+            return shm_error_set(err, E2BIG, "--reads: a line of more than %d words", LINE_WORDS);
+        words[n++] = word;
+    }
+    words[n] = NULL;
+    struct inf_options o;
+    parse(n, words, &o);
+    int rc = check_line(base, &o, err);
+    if (!rc)
+        rc = inf_engine_ensure(e, AGAIN_MS, NULL, err);
+    if (!rc)
+        rc = inf_engine_configure(e, &o.engine, err);
     if (rc)
         return rc;
-    const struct inf_read_options read = {.logits = all || o->hash ? INF_LOGITS_ALL : INF_LOGITS_LAST,
-                                          .on_logits = on_logits,
-                                          .on_routes = o->routes ? on_routes : NULL,
-                                          .ctx = out};
-    fputs("{\"ids\":[", stdout);
-    for (size_t i = 0; i < ids->n; i++)
-        printf("%s%d", i ? "," : "", ids->ids[i]);
-    fputs("],\"logits\":[", stdout);
-    if ((rc = inf_read(e, c, ids->ids, ids->n, &read, err)))
-        return rc;
-    putchar(']');
-    if (o->hash)
-        printf(",\"hash\":\"%016llx\"", (unsigned long long)XXH3_64bits_digest(out->state));
-    if (o->routes)
-        print_routes(out);
-    if (o->n && (rc = print_greedy(e, c, out, o->n, err)))
-        return rc;
-    fputs("}\n", stdout);
-    return fflush(stdout) ? shm_error_set(err, EIO, "standard output cannot be written") : 0;
+    if (!o.keep)
+        inf_conversation_truncate(c, 0);
+    char *text = NULL;
+    size_t bytes = 0;
+    FILE *f = open_memstream(&text, &bytes);
+    if (!f)
+        return -ENOMEM;
+    rc = read_one(&o, e, c, f, err);
+    fclose(f);
+    if (!rc && (fwrite(text, 1, bytes, stdout) != bytes || fflush(stdout)))
+        rc = shm_error_set(err, EPIPE, "standard output cannot be written");
+    free(text);
+    return rc;
+}
+
+static int read_all(const struct inf_options *base, int argc, char **argv, struct inf_engine *e,
+                    struct inf_conversation *c, struct shm_error *err)
+{
+    FILE *f = strcmp(base->reads, "-") == 0 ? stdin : fopen(base->reads, "re");
+    if (!f)
+        return shm_error_set(err, errno, "--reads: %s cannot be opened: %s", base->reads, strerror(errno));
+    char *line = NULL;
+    size_t cap = 0;
+    int rc = 0;
+    while (rc != -EPIPE && rc != -ECANCELED && getline(&line, &cap, f) >= 0) {
+        struct shm_error one = {0};
+        rc = read_line(base, argc, argv, line, e, c, &one);
+        if (rc)
+            print_error(&one, rc);
+        *err = one;
+    }
+    free(line);
+    if (f != stdin)
+        fclose(f);
+    return rc == -EPIPE || rc == -ECANCELED ? rc : 0;
 }
 
 int inf_cmd_logits(int argc, char **argv)
@@ -198,56 +135,18 @@ int inf_cmd_logits(int argc, char **argv)
     struct inf_options o;
     struct inf_engine *engine = NULL;
     struct inf_conversation *conversation = NULL;
-    struct inf_ids ids = {0};
-    struct output out = {0};
     struct shm_error err = {0};
-    inf_options_parse(argc, argv, INF_GROUP_ENGINE | INF_GROUP_PROMPT | INF_GROUP_LOGITS | INF_GROUP_REPORT,
-                      "Prints logits, routing and greedy continuation of a prompt as JSON, for tests.", &o);
-    if (!o.n_given)
-        o.n = 0;
-    o.json = true;
+    parse(argc, argv, &o);
     inf_cancel_install();
     int status = inf_cmd_open(&o, &engine);
     if (status)
         return status;
-    int rc = inf_cmd_prompt(&o, engine, &err, &ids);
+    int rc = inf_conversation_create(engine, &err, &conversation);
     if (!rc)
-        rc = inf_conversation_create(engine, &err, &conversation);
-    for (size_t i = 0; !rc && i < ids.n; i++) /* before half an object is printed */
-        if ((uint32_t)ids.ids[i] >= engine->model->hparams.vocab)
-            rc = shm_error_set(&err, EINVAL, "--ids: token %d is not in the vocabulary of %u", ids.ids[i],
-                               engine->model->hparams.vocab);
-    if (!rc && ids.n + o.n > engine->ctx)
-        rc = shm_error_set(&err, E2BIG, "%zu tokens and %u more do not fit in a context of %u", ids.n, o.n,
-                           engine->ctx);
-    if (!rc) {
-        const struct inf_model *m = engine->model;
-        out.vocab = m->hparams.vocab;
-        out.layers = m->hparams.layers;
-        out.used = m->hparams.experts_used;
-        out.tokens = (uint32_t)ids.n;
-        out.hash = o.hash;
-        size_t routes = o.routes ? (size_t)out.layers * out.tokens * out.used : 1;
-        out.wanted = calloc(ids.n, 1);
-        out.last = calloc(out.vocab, sizeof *out.last);
-        out.ids = calloc(routes, sizeof *out.ids);
-        out.weights = calloc(routes, sizeof *out.weights);
-        out.state = XXH3_createState();
-        if (!out.wanted || !out.last || !out.ids || !out.weights || !out.state)
-            rc = -ENOMEM;
-        else
-            XXH3_64bits_reset(out.state);
-    }
-    if (!rc)
-        rc = print_all(&o, engine, conversation, &ids, &out, &err);
+        rc = o.reads ? read_all(&o, argc, argv, engine, conversation, &err)
+                     : read_one(&o, engine, conversation, stdout, &err);
     status = rc ? inf_cmd_fail(rc, &err) : 0;
-    free(out.wanted);
-    free(out.last);
-    free(out.ids);
-    free(out.weights);
-    XXH3_freeState(out.state);
     inf_conversation_destroy(&conversation);
-    inf_ids_clear(&ids);
     inf_engine_close(&engine);
     return status;
 }

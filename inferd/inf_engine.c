@@ -73,7 +73,9 @@ static int open_on(struct inf_engine *e, const struct inf_engine_config *config,
     e->phases.dense_ns = shm_now_ns() - at_ns;
     e->ctx = config->ctx;
     e->chunk = config->chunk > INF_CHUNK_MAX ? INF_CHUNK_MAX : config->chunk;
-    return e->device->ops->plan(e->device, &e->chunk, &e->ctx, err);
+    rc = e->device->ops->plan(e->device, &e->chunk, &e->ctx, err);
+    e->chunk_planned = e->chunk;
+    return rc;
 }
 
 static void close_on(struct inf_engine *e)
@@ -124,12 +126,8 @@ fail:
     return rc;
 }
 
-int inf_engine_ensure(struct inf_engine *e, uint32_t wait_ms, bool *ret_again, struct shm_error *err)
+static int attach_again(struct inf_engine *e, uint32_t wait_ms, struct shm_error *err)
 {
-    if (ret_again)
-        *ret_again = false;
-    if (inf_store_alive(&e->store))
-        return 0;
     uint64_t start_ns = shm_now_ns();
     int rc = inf_store_attach(&e->store, wait_ms, err);
     if (rc)
@@ -149,8 +147,60 @@ int inf_engine_ensure(struct inf_engine *e, uint32_t wait_ms, bool *ret_again, s
     inf_model_close(&e->model);
     e->model = model;
     e->attach_ns = shm_now_ns() - start_ns;
+    return 0;
+}
+
+int inf_engine_ensure(struct inf_engine *e, uint32_t wait_ms, bool *ret_again, struct shm_error *err)
+{
+    const bool again = !inf_store_alive(&e->store);
+    int rc = again ? attach_again(e, wait_ms, err) : 0;
     if (ret_again)
-        *ret_again = true;
+        *ret_again = again && !rc;
+    return rc;
+}
+
+/* What CONFIGURE can do: it takes 0 for "as it is", and a floor below the attached one only on the host. */
+static bool same_session(const struct inf_store_config *a, const struct inf_store_config *b)
+{
+    return a->ring == b->ring && a->floor == b->floor && (!a->policy || b->policy) &&
+           (!a->order || b->order) && (!a->depth || b->depth) && (a->link_gbps == 0 || b->link_gbps != 0) &&
+           (a->link_latency_us == 0 || b->link_latency_us != 0);
+}
+
+int inf_engine_configure(struct inf_engine *e, const struct inf_engine_config *config, struct shm_error *err)
+{
+    struct inf_store *s = &e->store;
+    const struct inf_store_config *to = &config->store;
+    const struct inf_store_config old = s->config;
+    const bool same = same_session(&old, to);
+    e->chunk = config->chunk && config->chunk < e->chunk_planned ? config->chunk : e->chunk_planned;
+    s->config.ring = to->ring;
+    s->config.floor = to->floor;
+    s->config.policy = to->policy;
+    s->config.order = to->order;
+    s->config.depth = to->depth;
+    s->config.link_gbps = to->link_gbps;
+    s->config.link_latency_us = to->link_latency_us;
+    if (!same)
+        return attach_again(e, 0, err);
+    if (old.policy == to->policy && old.order == to->order && old.depth == to->depth &&
+        old.link_gbps == to->link_gbps && old.link_latency_us == to->link_latency_us)
+        return 0;
+    struct prt_configure_request request = {.session = s->session,
+                                            .policy = to->policy,
+                                            .order = to->order,
+                                            .depth = to->depth,
+                                            .link_gbps = to->link_gbps,
+                                            .link_latency_us = to->link_latency_us};
+    struct prt_configure_reply now;
+    int rc = prt_client_configure(s->client, &request, &now, err);
+    if (rc)
+        return rc;
+    s->settings.policy = now.policy;
+    s->settings.order = now.order;
+    s->settings.depth = now.depth;
+    s->settings.link_gbps = now.link_gbps;
+    s->settings.link_latency_us = now.link_latency_us;
     return 0;
 }
 

@@ -39,7 +39,8 @@ struct inf_engine {
     struct inf_tokenizer *tokenizer;
     struct inf_device *device;
     uint32_t chunk, ctx;
-    char *chat_template; /* copy, NUL-terminated, "" if there is none */
+    uint32_t chunk_planned; /* the largest that memory was planned for */
+    char *chat_template;    /* copy, NUL-terminated, "" if there is none */
     size_t chat_template_bytes;
     uint64_t attach_ns;       /* of the last attach, until ready */
     struct inf_phases phases; /* of the first one */
@@ -52,6 +53,13 @@ void inf_engine_close(struct inf_engine **engine);
 /* Makes sure that a living expertd is attached; attaches anew if not, waiting
  * at most wait_ms for one to appear. *ret_again (may be NULL): attached anew. */
 int inf_engine_ensure(struct inf_engine *engine, uint32_t wait_ms, bool *ret_again, struct shm_error *err);
+
+/* Other settings for the reads to come: chunk (at most what was planned; 0: that), ring, policy, order,
+ * depth, floor and the link's pace; the rest of config is not looked at. Between two passes, expertd
+ * attached. Asks expertd (CONFIGURE), or attaches anew where that can't do: another ring, another floor, back
+ * to expertd's default. */
+int inf_engine_configure(struct inf_engine *engine, const struct inf_engine_config *config,
+                         struct shm_error *err);
 
 /* A tokenizer from the catalog of a checked arena. */
 int inf_engine_tokenizer(const struct shm_arena_view *arena, struct shm_error *err,

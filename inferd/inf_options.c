@@ -53,6 +53,8 @@ enum key {
     KEY_IDS,
     KEY_POSITIONS,
     KEY_ROUTES,
+    KEY_READS,
+    KEY_KEEP,
 };
 
 static const struct group {
@@ -106,6 +108,11 @@ static const struct group {
      {"positions", KEY_POSITIONS, "LIST", 0, "Whose logits are printed: numbers, last, all (default: last)",
       0}},
     {INF_GROUP_LOGITS, {"routes", KEY_ROUTES, 0, 0, "Print the experts of every layer and token", 0}},
+    {INF_GROUP_LOGITS,
+     {"reads", KEY_READS, "FILE", 0,
+      "Many reads in one process: each line of FILE (-: of standard input) holds the options of one", 0}},
+    {INF_GROUP_LOGITS,
+     {"keep", KEY_KEEP, 0, 0, "In a line of --reads: go on behind what the read before it left", 0}},
     {INF_GROUP_SAMPLING | INF_GROUP_LOGITS, {0, 0, 0, 0, "Answer:", 3}},
     {INF_GROUP_SAMPLING | INF_GROUP_LOGITS,
      {0, 'n', "N", 0, "Most tokens to write (default: 128; chat: 512; logits: 0)", 0}},
@@ -265,6 +272,12 @@ static error_t parse_text(int key, char *arg, struct argp_state *state, struct i
         break;
     case KEY_ROUTES:
         o->routes = true;
+        break;
+    case KEY_READS:
+        o->reads = arg;
+        break;
+    case KEY_KEEP:
+        o->keep = true;
         break;
     case 'n':
         o->n = (uint32_t)number(state, "-n", arg, 0, 1u << 27);

@@ -31,6 +31,8 @@ struct inf_options {
     bool json, hash, verbose, quiet;
     const char *positions; /* --positions */
     bool routes;
+    const char *reads; /* --reads */
+    bool keep;
 };
 
 /* Parses argv (argv[0]: "inferd COMMAND" for messages). Ends the process on

@@ -271,7 +271,7 @@ void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE
         report_memory(t, f);
 }
 
-static json_t *stream_json(const struct inf_stream_sum *s)
+json_t *inf_stream_sum_json(const struct inf_stream_sum *s)
 {
     return json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:I, s:I, s:I}", "policy",
                      shm_policy_name(s->policy), "order", shm_order_name(s->order), "depth",
@@ -314,10 +314,10 @@ json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
         "{s:I, s:o, s:s%, s:f, s:f, s:f, s:o, s:s?, s:s, s:I, s:f, s:f, s:o, s:o}", "prompt_tokens",
         (json_int_t)turn->prompt_tokens, "generated_tokens", ids, "text", turn->text, turn->text_bytes,
         "ttft_ms", ms(turn->first_ns), "read_tps", per_second(turn->prompt_tokens, turn->read_ns),
-        "decode_tps", per_second(decoded(turn), turn->answer_ns), "stream", stream_json(&turn->read),
+        "decode_tps", per_second(decoded(turn), turn->answer_ns), "stream", inf_stream_sum_json(&turn->read),
         "held_off", held, "stop", inf_stop_name(turn->stop), "context_tokens", (json_int_t)t->conversation->n,
         "attach_ms", ms(e->attach_ns), "read_ms", ms(turn->read_ns), "chunks", chunks_json(turn),
-        "decode_stream", stream_json(&turn->decode));
+        "decode_stream", inf_stream_sum_json(&turn->decode));
     json_t *times = json_pack("{s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "attention", ms(at->attention_ns),
                               "routers", ms(at->router_ns), "experts", ms(at->experts_ns), "wait",
                               ms(at->wait_ns), "head", ms(at->head_ns), "enqueue", ms(at->enqueue_ns),

@@ -57,7 +57,8 @@ void inf_turn_clear(struct inf_turn *turn);
 /* A few lines for people; memory and times too if verbose. */
 void inf_turn_report(const struct inf_talk *talk, const struct inf_turn *turn, FILE *f);
 
-/* The object of --json; the caller decrefs. NULL: no memory. */
+/* The object of --json, and its "stream" alone; the caller decrefs. NULL: no memory. */
 json_t *inf_turn_json(const struct inf_talk *talk, const struct inf_turn *turn);
+json_t *inf_stream_sum_json(const struct inf_stream_sum *sum);
 
 #endif

@@ -38,7 +38,7 @@ _expertd_complete() {
     case $program in
     expertd)
         options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --device --stream --depth --floor
-            --order --link-gbps --link-latency-us --watchdog-ms --io --io-depth --trace --drain-ms --log-level
+            --order --link-gbps --link-latency-us --batch --watchdog-ms --io --io-depth --trace --drain-ms --log-level
             -q --quiet --ready-fd"
         ;;
     inferd)
@@ -50,7 +50,7 @@ _expertd_complete() {
         case ${COMP_WORDS[1]} in
         run) options="$engine $prompt $sampling $report" ;;
         chat) options="$engine --system $sampling $report" ;;
-        logits) options="$engine $prompt -n --ids --positions --routes $report" ;;
+        logits) options="$engine $prompt -n --ids --positions --routes --reads --keep $report" ;;
         tokenize) options="$engine $prompt" ;;
         *) common="--help --version" ;;
         esac
@@ -72,7 +72,7 @@ _expertd_complete() {
     esac
 
     case $prev in
-    --model | -m | --prompt-file | --inferd | --expertd) _expertd_files -f "$cur" ;;
+    --model | -m | --prompt-file | --reads | --inferd | --expertd) _expertd_files -f "$cur" ;;
     --runtime-dir | --arena-dir) _expertd_files -d "$cur" ;;
     --instance | -i) _expertd_words "$(_expertd_instances 2>/dev/null)" "$cur" ;;
     --device) _expertd_words "auto host cuda" "$cur" ;;
