@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""kill -9 of either side in mid-stream, on a GPU: no error on the other side, device memory back to where it was, the
+next answer right.
+
+    EXPERTD_BUILD=build python3 -m pytest -s tests/gpu/test_kills_gpu.py
+
+EXPERTD_KILLS (100) of each, several at a time.
+"""
+import os
+import random
+import signal
+import threading
+import time
+
+from gpu_kit import (LANES, ON_GPU, SERVER, Reader, gpu_memory, in_parallel, process_facts, prompts, serve,
+                     world)  # noqa: F401
+
+KILLS = int(os.environ.get("EXPERTD_KILLS", "100" if ON_GPU else "20"))
+SLOW_STREAM = ["--floor", 1, "--stream", "full", "--ring", 1, "--chunk", 100]  # as long as one can be
+
+
+def write_prompts(world):
+    long, short = world.path / "long.txt", world.path / "short.txt"
+    long.write_text(prompts()["p1900"]["text"])
+    short.write_text(prompts()["p300"]["text"])
+    return long, short
+
+
+def test_workers_killed(world):
+    """Lanes of workers that are killed, beside one worker that must not notice and whose every answer is right."""
+    start = time.monotonic()
+    d = world.expertd(*SERVER)
+    long, short = write_prompts(world)
+    survivor = Reader(world, "--hash", "--prompt-file", short, "--floor", 1)
+    want = survivor.ask()["hash"]
+    before, facts = gpu_memory(), process_facts(d.pid)
+    done, answers, count, wrong = threading.Event(), [], iter(range(KILLS)), []
+
+    def live():
+        orders = ("index", "recent", "predicted")
+        while not done.is_set():
+            r = survivor.ask("--order", orders[len(answers) % 3], "--stream", ("full", "routed")[len(answers) % 2])
+            answers.append(r["hash"])
+
+    def lane(n):
+        rng, mine = random.Random(n), 0
+        while next(count, None) is not None:
+            reader = Reader(world, "--prompt-file", long, *SLOW_STREAM)
+            for _ in range(40):
+                reader.say()
+            reader.hear()
+            time.sleep(rng.random() * 0.1)
+            if reader.process.poll() is not None:
+                wrong.append(f"lane {n}: ended by itself: {reader.log()}")
+            reader.process.send_signal(signal.SIGKILL)
+            reader.process.wait()
+            reader.process.stdin.close()
+            reader.process.stdout.close()
+            mine += 1
+        return mine
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        kills = sum(in_parallel([lambda n=n: lane(n) for n in range(LANES)]))
+    finally:
+        done.set()
+        thread.join()
+    assert d.process.poll() is None, d.text()
+    world.until(lambda: len(world.status()["workers"]) == 1, timeout=10, what="sessions of the dead closed")
+    world.until(lambda: gpu_memory() <= before + 8, timeout=10, what=f"device memory back to {before} MiB", every=0.2)
+    assert survivor.ask()["hash"] == want
+    survivor.end()
+    world.until(lambda: not world.status()["workers"], timeout=10, what="last session closed")
+    after = process_facts(d.pid)
+    died = d.text().count("died")
+    print(f"{kills} workers killed in {time.monotonic() - start:.1f} s, {died} told; {len(answers)} answers beside them, "
+          f"{sum(a != want for a in answers)} wrong; device memory {before} MiB again; expertd {facts} -> {after}", flush=True)
+    assert kills == KILLS and not wrong, wrong
+    assert answers and all(a == want for a in answers)
+    assert all(after[k] <= facts[k] for k in facts), "expertd keeps something of the dead"
+    again = Reader(world, "--hash", "--prompt-file", short)
+    assert again.ask()["hash"] == want
+    again.end()
+
+
+def test_expertd_killed(world):
+    """Each lane: one worker that lives through all of them; expertd killed and started again, arena adopted."""
+    start = time.monotonic()
+    lanes = min(LANES, 6)
+    long, short = write_prompts(world)
+    names = [f"lane{n}" for n in range(lanes)]
+    daemons = serve(world, {name: [] for name in names})
+    readers = {name: Reader(world, "--prompt-file", long, *SLOW_STREAM, instance=name) for name in names}
+    ask = ["--hash", "--prompt-file", short, "--ring", 96, "--stream", "routed"]
+    want = readers[names[0]].ask(*ask)["hash"]
+    for reader in readers.values():
+        assert reader.ask(*ask)["hash"] == want
+        reader.ask()
+    before = gpu_memory()
+    rng, in_stream, kills, said, answers = random.Random(3), 0, 0, set(), 0
+    # Rounds: all lanes at once. Processes are begun by this thread: they die with the thread that began them.
+    while kills < KILLS:
+        for reader in readers.values():
+            reader.say()
+        time.sleep(0.005)
+        for name in names:
+            time.sleep(rng.random() * 0.02 / lanes)
+            daemons[name].kill()
+        for name in names:
+            daemons[name].wait()
+            kills += 1
+        daemons = serve(world, {name: [] for name in names})
+        for reader in readers.values():
+            r = reader.hear()
+            in_stream += "error" in r
+            said.add(r.get("error"))
+            reader.say(*ask)
+        for name, reader in readers.items():
+            r = reader.hear()
+            assert r.get("hash") == want, f"{name} after kill {kills}: {r}"
+            answers += 1
+    assert all("adopted" in d.text() for d in daemons.values()), daemons[names[0]].text()
+    for reader in readers.values():
+        reader.ask()
+    memory = gpu_memory()
+    facts = [process_facts(r.process.pid) for r in readers.values()]
+    print(f"{kills} times killed in {time.monotonic() - start:.1f} s, {in_stream} in mid-stream; {answers} answers after it, "
+          f"all right; device memory {before} -> {memory} MiB; workers {facts[0]}; said: {said - {None}}", flush=True)
+    assert in_stream >= kills * 3 // 4, "too few in mid-stream"
+    assert memory <= before + 8, "device memory grew"
+    assert max(f["fds"] for f in facts) < 80
+    for reader in readers.values():
+        reader.end()
