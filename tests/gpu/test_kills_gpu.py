@@ -73,7 +73,7 @@ def test_workers_killed(world):
     survivor.end()
     world.until(lambda: not world.status()["workers"], timeout=10, what="last session closed")
     after = process_facts(d.pid)
-    died = d.text().count("died")
+    died = d.text().count("has ended: session")
     print(f"{kills} workers killed in {time.monotonic() - start:.1f} s, {died} told; {len(answers)} answers beside them, "
           f"{sum(a != want for a in answers)} wrong; device memory {before} MiB again; expertd {facts} -> {after}", flush=True)
     assert kills == KILLS and not wrong, wrong
