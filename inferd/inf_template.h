@@ -127,9 +127,11 @@ struct inf_parser;
 
 /* text: what was rendered for this answer (its end says whether the answer
  * starts inside the reasoning); NULL: the answer starts with content. tools:
- * whether tools were offered; without, text that looks like a call is content. -ENOMEM. */
-int inf_parser_create(const struct inf_template *t, const struct inf_template_text *text, bool tools,
-                      const struct inf_parse_events *events, struct shm_error *err,
+ * what was offered, as for rendering (says which arguments are strings); NULL:
+ * none, and text that looks like a call is content. Nothing is kept but
+ * events->ctx. -ENOMEM; -EINVAL: tools are no array. */
+int inf_parser_create(const struct inf_template *t, const struct inf_template_text *text, const char *tools,
+                      size_t tools_bytes, const struct inf_parse_events *events, struct shm_error *err,
                       struct inf_parser **ret_parser);
 void inf_parser_destroy(struct inf_parser **parser);
 
@@ -150,8 +152,8 @@ struct inf_template_answer {
     size_t n_calls;
 };
 
-int inf_template_parse(const struct inf_template *t, const struct inf_template_text *text, bool tools,
-                       const char *answer, size_t answer_bytes, struct shm_error *err,
+int inf_template_parse(const struct inf_template *t, const struct inf_template_text *text, const char *tools,
+                       size_t tools_bytes, const char *answer, size_t answer_bytes, struct shm_error *err,
                        struct inf_template_answer *ret_answer);
 void inf_template_answer_clear(struct inf_template_answer *answer);
 
