@@ -16,22 +16,21 @@ from gpu_kit import (LANES, ON_GPU, SERVER, Reader, gpu_memory, in_parallel, pro
                      world)  # noqa: F401
 
 KILLS = int(os.environ.get("EXPERTD_KILLS", "100" if ON_GPU else "20"))
-SLOW_STREAM = ["--floor", 1, "--stream", "full", "--ring", 1, "--chunk", 100]  # as long as one can be
+SLOW_STREAM = ["--floor", 1, "--stream", "full", "--ring", 1, "--chunk", 40]  # as long as one can be
 
 
 def write_prompts(world):
-    long, short = world.path / "long.txt", world.path / "short.txt"
-    long.write_text(prompts()["p1900"]["text"])
-    short.write_text(prompts()["p300"]["text"])
-    return long, short
+    path = world.path / "prompt.txt"
+    path.write_text(prompts()["p300"]["text"])
+    return path
 
 
 def test_workers_killed(world):
     """Lanes of workers that are killed, beside one worker that must not notice and whose every answer is right."""
     start = time.monotonic()
     d = world.expertd(*SERVER)
-    long, short = write_prompts(world)
-    survivor = Reader(world, "--hash", "--prompt-file", short, "--floor", 1)
+    prompt = write_prompts(world)
+    survivor = Reader(world, "--hash", "--prompt-file", prompt, "--floor", 1)
     want = survivor.ask()["hash"]
     before, facts = gpu_memory(), process_facts(d.pid)
     done, answers, count, wrong = threading.Event(), [], iter(range(KILLS)), []
@@ -45,10 +44,10 @@ def test_workers_killed(world):
     def lane(n):
         rng, mine = random.Random(n), 0
         while next(count, None) is not None:
-            reader = Reader(world, "--prompt-file", long, *SLOW_STREAM)
+            reader = Reader(world, "--prompt-file", prompt)
+            reader.ask("--ids", "5,6,7")
             for _ in range(40):
-                reader.say()
-            reader.hear()
+                reader.say(*SLOW_STREAM)
             time.sleep(rng.random() * 0.1)
             if reader.process.poll() is not None:
                 wrong.append(f"lane {n}: ended by itself: {reader.log()}")
@@ -79,7 +78,7 @@ def test_workers_killed(world):
     assert kills == KILLS and not wrong, wrong
     assert answers and all(a == want for a in answers)
     assert all(after[k] <= facts[k] for k in facts), "expertd keeps something of the dead"
-    again = Reader(world, "--hash", "--prompt-file", short)
+    again = Reader(world, "--hash", "--prompt-file", prompt)
     assert again.ask()["hash"] == want
     again.end()
 
@@ -88,21 +87,20 @@ def test_expertd_killed(world):
     """Each lane: one worker that lives through all of them; expertd killed and started again, arena adopted."""
     start = time.monotonic()
     lanes = min(LANES, 6)
-    long, short = write_prompts(world)
+    prompt = write_prompts(world)
     names = [f"lane{n}" for n in range(lanes)]
     daemons = serve(world, {name: [] for name in names})
-    readers = {name: Reader(world, "--prompt-file", long, *SLOW_STREAM, instance=name) for name in names}
-    ask = ["--hash", "--prompt-file", short, "--ring", 96, "--stream", "routed"]
+    readers = {name: Reader(world, "--prompt-file", prompt, instance=name) for name in names}
+    ask = ["--hash", "--ring", 96, "--floor", 1, "--stream", "routed"]
     want = readers[names[0]].ask(*ask)["hash"]
     for reader in readers.values():
         assert reader.ask(*ask)["hash"] == want
-        reader.ask()
     before = gpu_memory()
     rng, in_stream, kills, said, answers = random.Random(3), 0, 0, set(), 0
     # Rounds: all lanes at once. Processes are begun by this thread: they die with the thread that began them.
     while kills < KILLS:
         for reader in readers.values():
-            reader.say()
+            reader.say(*SLOW_STREAM)
         time.sleep(0.005)
         for name in names:
             time.sleep(rng.random() * 0.02 / lanes)
@@ -121,8 +119,6 @@ def test_expertd_killed(world):
             assert r.get("hash") == want, f"{name} after kill {kills}: {r}"
             answers += 1
     assert all("adopted" in d.text() for d in daemons.values()), daemons[names[0]].text()
-    for reader in readers.values():
-        reader.ask()
     memory = gpu_memory()
     facts = [process_facts(r.process.pid) for r in readers.values()]
     print(f"{kills} times killed in {time.monotonic() - start:.1f} s, {in_stream} in mid-stream; {answers} answers after it, "

@@ -27,12 +27,14 @@ class Soak:
 
     def settings(self, rng):
         """Of a run of reads; another ring or floor takes a new session, so these change less often."""
-        case = {"ring": rng.choice((1, 2, rng.randint(3, 60), STORY_EXPERTS, rng.randint(60, 300))),
+        case = {"ring": rng.choice((rng.randint(8, 60), STORY_EXPERTS, rng.randint(60, 300))),
                 "floor": rng.choice((1, 1, 1, rng.randint(2, 100), 5000))}
-        for _ in range(rng.randint(5, 25)):
+        if rng.random() < 0.1:  # a hand-shake for each slot: slow beside other workers
+            case["ring"] = rng.randint(1, 7)
+        for _ in range(rng.randint(1, 3) if case["ring"] < 8 else rng.randint(5, 25)):
             yield {**case, "stream": rng.choice(self.policies), "order": rng.choice(self.orders),
                    "depth": rng.choice((1, 2, rng.randint(3, 64), 16, 64)),
-                   "chunk": rng.choice((rng.randint(4, 40), 64, 300))}
+                   "chunk": rng.choice((rng.randint(10, 40), 64, 300))}
 
     def lane(self, n):
         try:
