@@ -35,6 +35,8 @@ static void cuda_close(struct inf_device *d)
             krn_cuda.mem_free(c->resident_table);
         if (c->ring)
             krn_cuda.mem_free(c->ring);
+        while (c->old_rings)
+            krn_cuda.mem_free(c->old_ring[--c->old_rings]);
         if (c->stream)
             krn_cuda.stream_destroy(c->stream);
         if (c->aux)
@@ -54,14 +56,25 @@ static void cuda_close(struct inf_device *d)
 
 static int make_ring(struct inf_cuda *c, uint64_t bytes, struct shm_error *err)
 {
-    /* After expertd's death the old allocation serves its successor: its handle is still good. */
-    if (c->ring && c->ring_bytes == bytes)
-        return 0;
-    if (c->ring)
-        krn_cuda.mem_free(c->ring);
-    c->ring = 0;
     uint64_t flag_offset = (bytes + 255) & ~UINT64_C(255);
-    int rc = KRN_CUDA(mem_alloc, &c->ring, (flag_offset + 256 + BLOCK - 1) / BLOCK * BLOCK);
+    uint64_t need = (flag_offset + 256 + BLOCK - 1) / BLOCK * BLOCK;
+    /* After expertd's death the old allocation serves its successor: its handle is still good. */
+    if (c->ring && need <= c->ring_allocated) {
+        c->ring_bytes = bytes;
+        c->flag = c->ring + flag_offset;
+        return 0;
+    }
+    /* expertd may still hold the smaller one of the last session: it must not be freed under it. */
+    if (c->ring) {
+        if (c->old_rings == INF_CUDA_OLD_RINGS) {
+            krn_cuda.mem_free(c->old_ring[0]); /* long let go of */
+            memmove(c->old_ring, c->old_ring + 1, --c->old_rings * sizeof c->old_ring[0]);
+        }
+        c->old_ring[c->old_rings++] = c->ring;
+    }
+    c->ring = 0;
+    c->ring_allocated = need;
+    int rc = KRN_CUDA(mem_alloc, &c->ring, need);
     if (rc) {
         c->ring = 0;
         char what[96];

@@ -15,6 +15,7 @@
 #include "kernels/krn_cu.h"
 
 #define INF_CUDA_LOGIT_ROWS 32u
+#define INF_CUDA_OLD_RINGS  4u
 
 struct inf_cuda_layer {
     krn_cuda_ptr attn_norm, ffn_norm, q_norm, k_norm, router; /* float */
@@ -57,7 +58,9 @@ struct inf_cuda {
     krn_cuda_ptr output_norm, dense;
 
     krn_cuda_ptr ring, flag; /* one allocation, kept from session to session */
-    uint64_t ring_bytes;
+    uint64_t ring_bytes, ring_allocated;
+    krn_cuda_ptr old_ring[INF_CUDA_OLD_RINGS]; /* smaller ones of earlier sessions */
+    uint32_t old_rings;
     struct shm_geometry geometry;
     struct shm_worker_view control;
     krn_cuda_ptr control_device; /* 0: no session */

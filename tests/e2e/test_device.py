@@ -5,6 +5,7 @@ run there, so no routing set is ever published: the full policy goes through,
 the routed one waits for ever.
 """
 import collections
+import json
 import os
 import signal
 import subprocess
@@ -181,3 +182,33 @@ def test_stuck_waits_end(fake):
     os.kill(next(x.pid for x in fake.processes if x.poll() is None), signal.SIGKILL)
     line = p.communicate(timeout=5 * SLOW)[1]
     assert p.returncode == 1 and "expertd is gone" in line and len(line.splitlines()) == 1, line
+
+
+def test_sessions_one_after_the_other(fake):
+    """Rings that grow and shrink between reads: expertd may still hold the last session's allocation, so it is used
+    again or kept, never freed under it."""
+    rings = [20, 5, 1, 200, 300, 20, 400, 500, 600, 700, 800, 2, 100]
+    lines = [f"--ring {ring} --floor {1 + i % 2} --stream full" for i, ring in enumerate(rings)]
+    r = subprocess.run([str(INFERD), "logits", *fake.where(), "--device", "cuda", "--ids", "1,2,3", "--positions", "none",
+                        "--reads", "-"], input="".join(line + "\n" for line in lines), capture_output=True, text=True,
+                       timeout=60 * SLOW)
+    got = [json.loads(line) for line in r.stdout.splitlines()]
+    assert r.returncode == 0 and len(got) == len(rings), r.stdout + r.stderr
+    assert [g["stream"]["ring"] for g in got] == rings, got
+    assert all(g["stream"]["copied"] == LAYERS * EXPERTS for g in got), got
+
+
+def test_floor_of_a_live_worker_only_rises(fake):
+    """It takes a layer of a chunk below its floor as a whole, which is wrong once copies run ahead."""
+    p = fake.spawn([INFERD, "logits", *fake.where(), "--device", "cuda", "--ids", "1,2,3", "--positions", "none", "--floor", "3",
+                    "--stream", "full", "--reads", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    p.stdin.write(b"\n")
+    p.stdin.flush()
+    assert b"error" not in p.stdout.readline()
+    worker = ["configure", "--worker", p.pid]
+    assert "floor 9" in fake.ctl(*worker, "--floor", "9").stdout
+    assert "floor 3" in fake.ctl(*worker, "--floor", "3").stdout
+    r = fake.ctl(*worker, "--floor", "2", "--depth", "5", check=False)
+    assert r.returncode != 0 and "can't go below" in r.stderr and "--floor 2" in r.stderr, r.stderr
+    r = fake.ctl(*worker, "--link-gbps", "1", check=False)
+    assert r.returncode != 0 and "not paced" in r.stderr, r.stderr

@@ -83,6 +83,7 @@ class Model:
             "block_count", "attention.head_count", "attention.head_count_kv"))
         self.eps, self.base = self.keys[f"{a}.attention.layer_norm_rms_epsilon"], self.keys[f"{a}.rope.freq_base"]
         self.used = self.keys[f"{a}.expert_used_count"]
+        self.kept = {}
         self.head_dim = self.keys[f"{a}.attention.key_length"]
 
     def weight(self, name):
@@ -90,6 +91,15 @@ class Model:
         return put(G.dequantize(raw, typ, shape))
 
     def expert(self, name, e):
+        """A matrix of one expert; kept where there is memory for it."""
+        if (name, e) not in self.kept:
+            matrix = put(self.decode(name, e))
+            if not GPU:
+                return matrix
+            self.kept[name, e] = matrix
+        return self.kept[name, e]
+
+    def decode(self, name, e):
         typ, shape, raw = self.tensors[name + ".weight"]
         each = len(raw) // shape[0]
         return G.dequantize(raw[e * each:(e + 1) * each], typ, shape[1:])
@@ -137,8 +147,8 @@ class Model:
             for e, (gate, up, down) in zip(used, weights):
                 token, place = np.nonzero(chosen == e)
                 at = put(token)
-                g, u = h[at] @ put(gate).T, h[at] @ put(up).T
-                y = (g / (1 + exp(-g)) * u) @ put(down).T * put(p[token, place][:, None].astype(np.float32))
+                g, u = h[at] @ gate.T, h[at] @ up.T
+                y = (g / (1 + exp(-g)) * u) @ down.T * put(p[token, place][:, None].astype(np.float32))
                 out[at] = out[at] + y  # no token is there twice
         return out, chosen, margin
 

@@ -45,7 +45,7 @@ export EXPERTD_SRC=$top EXPERTD_BUILD=$build EXPERTD_MODELS=$build/models
 export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
 
 pytest() { # FILE
-    "$python" -m pytest -q -s -p no:cacheprovider --tb=short "$top/tests/gpu/$1"
+    "$python" -m pytest -q -s -p no:cacheprovider --tb=short -W ignore "$top/tests/gpu/$1"
     local status=$?
     [ $status -ne 5 ] || status=77 # nothing collected
     return $status
