@@ -21,9 +21,16 @@ int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
     return krn_cuda_explain(rc, "the GPU failed in a pass: start inferd anew", err);
 }
 
+int inf_cuda_upload(struct inf_cuda *c, struct shm_error *err)
+{
+    const struct krn_upload_config config = {.device = c->gpu};
+    return c->upload ? 0 : krn_upload_open(&config, &c->upload, err);
+}
+
 static void cuda_close(struct inf_device *d)
 {
     struct inf_cuda *c = inf_cuda_of(d);
+    krn_upload_close(&c->upload);
     if (c->gpu && krn_cuda_enter(c->gpu) == 0) {
         if (c->stream && !c->broken)
             krn_cuda.stream_synchronize(c->stream);
@@ -156,7 +163,10 @@ static int cuda_resident_put(struct inf_device *d, uint8_t *address, const void 
                              struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = KRN_CUDA(copy_in_async, (krn_cuda_ptr)(uintptr_t)address, blob, bytes, c->stream);
+    int rc = inf_cuda_upload(c, err);
+    if (rc)
+        return rc;
+    rc = krn_upload_put(c->upload, (krn_cuda_ptr)(uintptr_t)address, blob, bytes);
     return rc ? krn_cuda_explain(rc, "copy of a resident expert", err) : 0;
 }
 
@@ -175,7 +185,10 @@ static int cuda_resident_done(struct inf_device *d, const uint8_t *const *table,
             if (!table[(size_t)l * experts + e])
                 c->all_resident[l] = false;
     }
-    int rc = KRN_CUDA(mem_alloc, &c->resident_table, bytes);
+    int rc = c->upload ? krn_upload_finish(c->upload) : 0;
+    if (rc)
+        return krn_cuda_explain(rc, "copy of the resident experts", err);
+    rc = KRN_CUDA(mem_alloc, &c->resident_table, bytes);
     if (rc)
         c->resident_table = 0;
     else if (!(rc = KRN_CUDA(copy_in_async, c->resident_table, table, bytes, c->stream)))
@@ -251,12 +264,16 @@ static int load_kernels(struct inf_cuda *c, struct shm_error *err)
     return 0;
 }
 
-int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device)
+void inf_device_cuda_prepare(void)
 {
     /* Kernels loaded on first use would wait for a stream that waits; blocked streams must not share a queue.
      */
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
+int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device)
+{
     struct inf_cuda *c = calloc(1, sizeof *c);
     if (!c)
         return -ENOMEM;

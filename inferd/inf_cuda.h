@@ -13,6 +13,7 @@
 
 #include "inferd/inf_device.h"
 #include "kernels/krn_cu.h"
+#include "kernels/krn_upload.h"
 
 #define INF_CUDA_LOGIT_ROWS 32u
 #define INF_CUDA_OLD_RINGS  4u
@@ -51,6 +52,8 @@ struct inf_cuda {
     void *stream, *aux; /* the pass; what must get through while the pass waits */
     int64_t clock_offset_ns;
     bool poison;
+
+    struct krn_upload *upload; /* while residents and dense weights are brought; NULL */
 
     const struct inf_model *model; /* NULL until set */
     struct inf_cuda_layer *layer;
@@ -96,6 +99,9 @@ static inline krn_cuda_ptr inf_cuda_control(const struct inf_cuda *c, const void
 {
     return c->control_device + (krn_cuda_ptr)((const uint8_t *)at - (const uint8_t *)c->control.worker);
 }
+
+/* What brings residents and dense weights: opened by the first of them, closed when all are planned. */
+int inf_cuda_upload(struct inf_cuda *c, struct shm_error *err);
 
 /* A driver's failure in a pass as one line; the device is unusable from then on. */
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err);

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_cuda.h"
 
-#include "kernels/krn_register.h"
-
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,7 +9,6 @@
 #define CHUNK_MOST  32768u
 #define CHUNK_LEAST 64u
 #define CHUNK_STEP  64u
-#define PAGE        UINT64_C(4096)
 /* Left to the driver: local memory of kernels, launches, another worker's context. */
 #define RESERVE_BYTES (UINT64_C(384) << 20)
 /* Of what is free, for keys and values, when nobody asked for a context. */
@@ -22,9 +19,8 @@
 struct upload {
     struct inf_cuda *c;
     uint64_t bytes; /* placed so far */
-    bool copying;
+    enum { PLACE, COPY, EXPAND } round;
     int rc;
-    const uint8_t *low, *high; /* of what lies in the arena */
 };
 
 /* Places n bytes from src behind what is there, copies them in the second round. Readable beyond the end up
@@ -33,8 +29,8 @@ static krn_cuda_ptr put(struct upload *u, const void *src, uint64_t n)
 {
     krn_cuda_ptr at = u->c->dense + u->bytes;
     u->bytes += (n + 16 + 255) & ~UINT64_C(255);
-    if (u->copying && !u->rc)
-        u->rc = KRN_CUDA(copy_in_async, at, src, n, u->c->stream);
+    if (u->round == COPY && !u->rc)
+        u->rc = krn_upload_put(u->c->upload, at, src, n);
     return at;
 }
 
@@ -42,14 +38,9 @@ static struct krn_cu_matrix put_matrix(struct upload *u, const struct krn_mat *m
 {
     uint64_t row_bytes = 0;
     krn_row_bytes(m->type, m->cols, &row_bytes); /* checked when the model was opened */
-    const uint8_t *data = m->data;
-    if (!u->low || data < u->low)
-        u->low = data;
-    if (data + row_bytes * m->rows > u->high)
-        u->high = data + row_bytes * m->rows;
-    struct krn_cu_matrix r = krn_cu_matrix_of(m, put(u, data, row_bytes * m->rows));
+    struct krn_cu_matrix r = krn_cu_matrix_of(m, put(u, m->data, row_bytes * m->rows));
     if (r.type == KRN_BF16) { /* once for all: the kernels multiply f16 */
-        if (u->copying && !u->rc)
+        if (u->round == EXPAND && !u->rc)
             u->rc = krn_cu_expand(u->c->cu, u->c->stream, &r, r.data);
         r.type = KRN_F16;
     }
@@ -95,25 +86,6 @@ static void put_model(struct upload *u, const struct inf_model *m)
     }
 }
 
-/* Registered, the arena's dense part is read at the link's speed; refused, the driver copies it by way of its
- * own buffers, which is slower and nothing else. */
-static struct krn_register *register_dense(const struct inf_cuda *c, const struct inf_model *m,
-                                           const struct upload *u)
-{
-    struct shm_error ignored = {0};
-    struct krn_register *r = NULL;
-    uint64_t begin = (uint64_t)(u->low - m->arena->base) & ~(PAGE - 1);
-    uint64_t end = ((uint64_t)(u->high - m->arena->base) + PAGE - 1) & ~(PAGE - 1);
-    if (!c->gpu->register_read_only || end - begin > 2 * u->bytes + (1u << 20))
-        return NULL;
-    const struct krn_register_config config = {.device = c->gpu,
-                                               .base = (void *)(uintptr_t)(m->arena->base + begin),
-                                               .bytes = end - begin,
-                                               .read_only = true,
-                                               .piece_bytes = end - begin};
-    return krn_register_memory(&config, &r, &ignored) ? NULL : r;
-}
-
 static int check_shape(const struct inf_model *m, struct shm_error *err)
 {
     const struct krn_shape *s = &m->shape;
@@ -137,7 +109,7 @@ int inf_cuda_set_model(struct inf_device *d, const struct inf_model *model, stru
         return 0;
     }
     int rc = check_shape(model, err);
-    if (rc)
+    if (rc || (rc = inf_cuda_upload(c, err)))
         return rc;
     c->layer = calloc(model->hparams.layers, sizeof *c->layer);
     if (!c->layer)
@@ -150,11 +122,15 @@ int inf_cuda_set_model(struct inf_device *d, const struct inf_model *model, stru
         snprintf(what, sizeof what, "%.1f MiB of dense weights", (double)u.bytes / 1048576);
         return krn_cuda_explain(rc, what, err);
     }
-    struct krn_register *registered = register_dense(c, model, &u);
-    u.copying = true;
+    u.round = COPY;
     put_model(&u, model);
-    rc = u.rc ? u.rc : KRN_CUDA(stream_synchronize, c->stream);
-    krn_register_release(&registered);
+    rc = u.rc ? u.rc : krn_upload_finish(c->upload);
+    krn_upload_close(&c->upload);
+    if (!rc) {
+        u.round = EXPAND;
+        put_model(&u, model);
+        rc = u.rc ? u.rc : KRN_CUDA(stream_synchronize, c->stream);
+    }
     if (rc)
         return krn_cuda_explain(rc, "upload of the dense weights", err);
     c->base.dense_bytes = u.bytes;

@@ -31,12 +31,14 @@ struct inf_times {
     uint64_t idle_ns;      /* CUDA, profiled: it waited for this process, inside of passes */
 };
 
-/* What a start took. */
+/* What a start took, one after the other; `find` runs beside context and modules, and only what it takes
+ * longer is part of `attach`. */
 struct inf_phases {
+    uint64_t find_ns;    /* expertd found, arena mapped, model and tokenizer made */
     uint64_t context_ns; /* driver and context; 0 on the host */
     uint64_t modules_ns; /* kernels loaded */
-    uint64_t attach_ns;  /* expertd found, arena mapped, residents copied, session opened */
-    uint64_t dense_ns;   /* dense weights resolved and uploaded */
+    uint64_t attach_ns;  /* residents copied, ring made, session opened */
+    uint64_t dense_ns;   /* dense weights uploaded, memory planned */
     uint64_t ready_ns;   /* from the start to ready, all in all */
 };
 
@@ -141,6 +143,9 @@ struct inf_device {
 
 /* The host device: threads as in krn_pool_create. */
 int inf_device_host_open(uint32_t threads, struct shm_error *err, struct inf_device **ret_device);
+
+/* Sets what the driver takes from the environment; before any other thread runs. */
+void inf_device_cuda_prepare(void);
 
 /* GPU `ordinal`; -1: the first. -ENOENT no driver, -ENODEV no such GPU, -ENOTSUP a capability is missing
  * (named), others with one line. poison: fill each slot with 0xFF before its release. */

@@ -2,9 +2,12 @@
 #include "inferd/inf_engine.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define SEARCH_STACK (512u << 10) /* the default's address space may be more than a limit leaves */
 
 static struct inf_string_table table_of(const struct shm_arena_view *a, const struct shm_strings *s)
 {
@@ -51,38 +54,97 @@ static int open_device(const struct inf_engine_config *config, bool host, struct
     return inf_device_cuda_open(config->gpu, config->store.poison, err, ret_device);
 }
 
-/* Everything that needs the device, so that `auto` can try it twice. */
-static int open_on(struct inf_engine *e, const struct inf_engine_config *config, bool host,
-                   struct shm_error *err)
+/* What a start needs beside the device: done by another thread while the driver makes its context, which
+ * takes longer. */
+struct search {
+    struct inf_engine *e;
+    pthread_t thread;
+    bool running;
+    int rc;
+    struct shm_error err;
+};
+
+static void *find(void *arg)
 {
-    inf_store_init(&e->store, &config->store, NULL);
-    int rc = open_device(config, host, err, &e->device);
-    if (rc)
-        return rc;
-    e->store.device = e->device;
-    e->device->profile = config->profile;
+    struct search *s = arg;
+    struct inf_engine *e = s->e;
     uint64_t at_ns = shm_now_ns();
-    if ((rc = inf_store_attach(&e->store, 0, err)))
-        return rc;
-    e->phases = e->device->phases;
-    e->phases.attach_ns = shm_now_ns() - at_ns;
-    at_ns = shm_now_ns();
-    if ((rc = inf_model_open(&e->store.arena, err, &e->model)) ||
-        (rc = e->device->ops->set_model(e->device, e->model, err)))
-        return rc;
-    e->phases.dense_ns = shm_now_ns() - at_ns;
-    e->ctx = config->ctx;
-    e->chunk = config->chunk > INF_CHUNK_MAX ? INF_CHUNK_MAX : config->chunk;
-    rc = e->device->ops->plan(e->device, &e->chunk, &e->ctx, err);
-    e->chunk_planned = e->chunk;
-    return rc;
+    if ((s->rc = inf_store_find(&e->store, 0, &s->err)) == 0 &&
+        (s->rc = inf_model_open(&e->store.arena, &s->err, &e->model)) == 0 &&
+        (s->rc = inf_engine_tokenizer(&e->store.arena, &s->err, &e->tokenizer)) == 0)
+        s->rc = copy_template(e);
+    e->phases.find_ns = shm_now_ns() - at_ns;
+    return NULL;
 }
 
-static void close_on(struct inf_engine *e)
+static void begin_search(struct search *s, struct inf_engine *e)
+{
+    pthread_attr_t attr;
+    *s = (struct search){.e = e};
+    if (e->model)
+        return; /* found before, for another device */
+    if (pthread_attr_init(&attr) == 0) {
+        pthread_attr_setstacksize(&attr, SEARCH_STACK);
+        s->running = pthread_create(&s->thread, &attr, find, s) == 0;
+        pthread_attr_destroy(&attr);
+    }
+    if (!s->running)
+        find(s);
+}
+
+static int end_search(struct search *s)
+{
+    if (s->running)
+        pthread_join(s->thread, NULL);
+    s->running = false;
+    return s->rc;
+}
+
+static void forget(struct inf_engine *e)
 {
     inf_store_close(&e->store);
     inf_model_close(&e->model);
     inf_device_close(&e->device);
+    inf_tokenizer_destroy(&e->tokenizer);
+    free(e->chat_template);
+    e->chat_template = NULL;
+}
+
+/* A start on one device. What was found stays where only the device cannot be opened, so that `auto` goes on
+ * with the host. */
+static int open_on(struct inf_engine *e, const struct inf_engine_config *config, bool host,
+                   struct shm_error *err)
+{
+    struct search search;
+    if (!e->model)
+        inf_store_init(&e->store, &config->store, NULL);
+    begin_search(&search, e);
+    int rc = open_device(config, host, err, &e->device);
+    uint64_t at_ns = shm_now_ns();
+    int found = end_search(&search);
+    if (rc)
+        return rc;
+    if (found) {
+        *err = search.err;
+        return found;
+    }
+    e->store.device = e->device;
+    e->device->profile = config->profile;
+    if ((rc = inf_store_join(&e->store, err)))
+        return rc;
+    uint64_t find_ns = e->phases.find_ns;
+    e->phases = e->device->phases;
+    e->phases.find_ns = find_ns;
+    e->phases.attach_ns = shm_now_ns() - at_ns;
+    at_ns = shm_now_ns();
+    e->ctx = config->ctx;
+    e->chunk = config->chunk > INF_CHUNK_MAX ? INF_CHUNK_MAX : config->chunk;
+    if ((rc = e->device->ops->set_model(e->device, e->model, err)) ||
+        (rc = e->device->ops->plan(e->device, &e->chunk, &e->ctx, err)))
+        return rc;
+    e->chunk_planned = e->chunk;
+    e->phases.dense_ns = shm_now_ns() - at_ns;
+    return 0;
 }
 
 int inf_engine_open(const struct inf_engine_config *config, struct shm_error *err,
@@ -93,12 +155,15 @@ int inf_engine_open(const struct inf_engine_config *config, struct shm_error *er
         return -ENOMEM;
     uint64_t start_ns = shm_now_ns();
     int rc;
+    if (config->device != INF_DEVICE_HOST)
+        inf_device_cuda_prepare();
     if (config->device == INF_DEVICE_AUTO) {
         struct shm_error why = {0};
         rc = open_on(e, config, false, &why);
         /* Without a GPU, or beside an expertd without one, the host does it, and says why it does. */
         if (rc) {
-            close_on(e);
+            if (e->device || !e->tokenizer || !e->chat_template)
+                forget(e);
             rc = open_on(e, config, true, err);
             if (!rc)
                 snprintf(e->device->note, sizeof e->device->note, "%.250s", shm_error_text(&why));
@@ -111,7 +176,7 @@ int inf_engine_open(const struct inf_engine_config *config, struct shm_error *er
                           shm_error_text(&why));
         }
     }
-    if (rc || (rc = inf_engine_tokenizer(&e->store.arena, err, &e->tokenizer)) || (rc = copy_template(e)))
+    if (rc)
         goto fail;
     if (inf_tokenizer_size(e->tokenizer) > e->model->hparams.vocab) {
         rc = shm_error_set(err, EINVAL, "model '%s': %u tokens beside an embedding of %u rows",
@@ -209,9 +274,7 @@ void inf_engine_close(struct inf_engine **engine)
     struct inf_engine *e = *engine;
     if (!e)
         return;
-    close_on(e);
-    inf_tokenizer_destroy(&e->tokenizer);
-    free(e->chat_template);
+    forget(e);
     free(e);
     *engine = NULL;
 }

@@ -255,13 +255,27 @@ static int attach(struct inf_store *s, struct prt_attach_request *request, struc
     return inf_stream_create(&c, &s->stream);
 }
 
-int inf_store_attach(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)
+int inf_store_find(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)
 {
     close_life(s);
     int rc;
-    struct prt_attach_request request = {0};
-    if ((rc = open_client(s, wait_ms, err)) || (rc = open_arena(s, err)) || (rc = copy_residents(s, err)) ||
-        (rc = create_segments(s, &request, err)) || (rc = attach(s, &request, err)))
+    if ((rc = open_client(s, wait_ms, err)) || (rc = open_arena(s, err)))
         close_life(s);
     return rc;
+}
+
+int inf_store_join(struct inf_store *s, struct shm_error *err)
+{
+    int rc;
+    struct prt_attach_request request = {0};
+    if ((rc = copy_residents(s, err)) || (rc = create_segments(s, &request, err)) ||
+        (rc = attach(s, &request, err)))
+        close_life(s);
+    return rc;
+}
+
+int inf_store_attach(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)
+{
+    int rc = inf_store_find(s, wait_ms, err);
+    return rc ? rc : inf_store_join(s, err);
 }

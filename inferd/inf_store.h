@@ -68,6 +68,12 @@ void inf_store_init(struct inf_store *store, const struct inf_store_config *conf
  * no expertd; -EUCLEAN it serves another model than before; -ECANCELED; others with one line. */
 int inf_store_attach(struct inf_store *store, uint32_t wait_ms, struct shm_error *err);
 
+/* The two halves of it, for a start that opens its device meanwhile. find: expertd, its arena mapped, dense
+ * tensors loaded; needs no device. join: residents, ring, session. After a failure of either everything is
+ * closed. */
+int inf_store_find(struct inf_store *store, uint32_t wait_ms, struct shm_error *err);
+int inf_store_join(struct inf_store *store, struct shm_error *err);
+
 /* Attached, expertd alive, session not given up. */
 bool inf_store_alive(const struct inf_store *store);
 

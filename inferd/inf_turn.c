@@ -234,9 +234,11 @@ static void report_memory(const struct inf_talk *t, FILE *f)
             (double)t->conversation->kv->bytes / 1048576, e->ctx, (double)e->store.ring.bytes / 1048576,
             e->store.layout.geometry.ring, (double)e->store.resident_bytes / 1048576);
     fprintf(f,
-            "start: context %.1f, modules %.1f, attach %.1f, dense weights %.1f (%.1f MiB), ready %.1f ms\n",
+            "start: context %.1f, modules %.1f, attach %.1f, dense weights %.1f (%.1f MiB), ready %.1f ms; "
+            "beside "
+            "them, expertd and model found in %.1f ms\n",
             ms(p->context_ns), ms(p->modules_ns), ms(p->attach_ns), ms(p->dense_ns),
-            (double)d->dense_bytes / 1048576, ms(p->ready_ns));
+            (double)d->dense_bytes / 1048576, ms(p->ready_ns), ms(p->find_ns));
     fprintf(
         f,
         "time so far: attach %.1f ms; attention %.1f, routers %.1f, experts %.1f, waiting for groups %.1f, "
@@ -326,9 +328,9 @@ json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
     json_object_set_new(j, "device", json_string(e->device->text));
     json_object_set_new(j, "device_note", e->device->note[0] ? json_string(e->device->note) : json_null());
     json_object_set_new(j, "start_ms",
-                        json_pack("{s:f, s:f, s:f, s:f, s:f}", "context", ms(p->context_ns), "modules",
-                                  ms(p->modules_ns), "attach", ms(p->attach_ns), "dense", ms(p->dense_ns),
-                                  "ready", ms(p->ready_ns)));
+                        json_pack("{s:f, s:f, s:f, s:f, s:f, s:f}", "find", ms(p->find_ns), "context",
+                                  ms(p->context_ns), "modules", ms(p->modules_ns), "attach", ms(p->attach_ns),
+                                  "dense", ms(p->dense_ns), "ready", ms(p->ready_ns)));
     json_object_set_new(j, "memory",
                         json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "activation_bytes",
                                   (json_int_t)e->device->activation_bytes, "activation_token_bytes",

@@ -51,6 +51,7 @@ _Static_assert(sizeof(struct krn_cuda_copy_attr) == 24, "driver's layout");
 
 #define KRN_CUDA_WAIT_GEQ            0u
 #define KRN_CUDA_STREAM_NON_BLOCKING 1u
+#define KRN_CUDA_EVENT_BLOCKING_SYNC 1u
 #define KRN_CUDA_EVENT_NO_TIMING     2u
 #define KRN_CUDA_SCHED_BLOCKING_SYNC 4u
 #define KRN_CUDA_HOST_PORTABLE       1u

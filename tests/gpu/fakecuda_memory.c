@@ -182,6 +182,9 @@ int fake_ipc_close(krn_cuda_ptr ptr)
 int fake_host_alloc(void **ret_memory, size_t bytes, unsigned flags)
 {
     fake_note("cuMemHostAlloc", 0, "%zu %u", bytes, flags);
+    int rc = fake_fails("cuMemHostAlloc");
+    if (rc)
+        return rc;
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         return KRN_CUDA_OUT_OF_MEMORY;
