@@ -1,0 +1,488 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/inf_template.h"
+#include "inferd/inf_template_priv.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define TEXT_BYTES_MAX (256ul << 20)
+
+#define STOPS_QWEN                                                                                           \
+    {                                                                                                        \
+        "<|im_end|>", "<|endoftext|>",                                                                       \
+    }
+#define STOPS_LLAMA                                                                                          \
+    {                                                                                                        \
+        "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",                                                       \
+    }
+#define STOPS_MISTRAL                                                                                        \
+    {                                                                                                        \
+        "</s>",                                                                                              \
+    }
+#define STOPS_DEEPSEEK                                                                                       \
+    {                                                                                                        \
+        "<｜end▁of▁sentence｜>",                                                                             \
+    }
+#define STOPS_GLM                                                                                            \
+    {                                                                                                        \
+        "<|endoftext|>", "<|user|>", "<|observation|>",                                                      \
+    }
+#define QWEN_TOOLS "<args-json-object>"
+
+/* The first row whose marks fit is taken: special ones stand before general ones. */
+static const struct inf_template rows[] = {
+    {"gpt-oss",
+     {"<|start|>", "<|channel|>", "render_typescript_type", "!{%- if tool.description"},
+     inf_render_harmony,
+     0,
+     INF_STYLE_HARMONY,
+     true,
+     true,
+     {"<|return|>", "<|call|>"}},
+    {"deepseek-v3.1",
+     {"<｜Assistant｜>", "is_last_user", "!<think></think>", "!DSML"},
+     inf_render_deepseek31,
+     0,
+     INF_STYLE_DEEPSEEK,
+     false,
+     true,
+     STOPS_DEEPSEEK},
+    {"deepseek-r1",
+     {"<｜Assistant｜><think>\\n", "is_first_sp", "!is_last_user"},
+     inf_render_deepseek,
+     INF_DEEPSEEK_R1,
+     INF_STYLE_DEEPSEEK,
+     false,
+     true,
+     STOPS_DEEPSEEK},
+    {"deepseek-r1-distill",
+     {"<｜Assistant｜><think>\\n", "is_output_first", "!is_first_sp", "!flush_tool_outputs"},
+     inf_render_deepseek,
+     INF_DEEPSEEK_DISTILL,
+     INF_STYLE_DEEPSEEK,
+     false,
+     true,
+     STOPS_DEEPSEEK},
+    {"deepseek-v3",
+     {"{{'<｜Assistant｜>'}}{% endif %}", "is_first_sp", "!is_last_user"},
+     inf_render_deepseek,
+     INF_DEEPSEEK_V3,
+     INF_STYLE_DEEPSEEK,
+     false,
+     true,
+     STOPS_DEEPSEEK},
+    {"glm4.7",
+     {"[gMASK]<sop>", "{function-name}<arg_key>"},
+     inf_render_glm45,
+     INF_GLM_47,
+     INF_STYLE_GLM,
+     true,
+     true,
+     STOPS_GLM},
+    {"glm4.5",
+     {"[gMASK]<sop>", "{function-name}\n<arg_key>", "/nothink"},
+     inf_render_glm45,
+     INF_GLM_45,
+     INF_STYLE_GLM,
+     true,
+     true,
+     STOPS_GLM},
+    {"glm4",
+     {"[gMASK]<sop>", "item['metadata']", "!<think>"},
+     inf_render_glm4,
+     0,
+     INF_STYLE_PLAIN,
+     false,
+     false,
+     STOPS_GLM},
+    {"mistral-small-3.2",
+     {"[CALL_ID]", "You are Mistral Small 3, a Large", "on 2023-10-01.", "action at the moment.\""},
+     inf_render_mistral_v13,
+     0,
+     INF_STYLE_MISTRAL,
+     true,
+     false,
+     STOPS_MISTRAL},
+    {"mistral-v7",
+     {"[SYSTEM_PROMPT] ' + message", "'[INST] ' + message", "!tool"},
+     inf_render_mistral,
+     INF_MISTRAL_V7,
+     INF_STYLE_PLAIN,
+     false,
+     false,
+     STOPS_MISTRAL},
+    {"mistral-nemo",
+     {"[AVAILABLE_TOOLS][\"", "[INST]\" + system_message", "[TOOL_RESULTS]{"},
+     inf_render_mistral,
+     INF_MISTRAL_NEMO,
+     INF_STYLE_MISTRAL,
+     true,
+     false,
+     STOPS_MISTRAL},
+    {"mistral-v3",
+     {"[AVAILABLE_TOOLS] [\"", "[INST] \" + system_message", "[TOOL_RESULTS] {"},
+     inf_render_mistral,
+     INF_MISTRAL_V3,
+     INF_STYLE_MISTRAL,
+     true,
+     false,
+     STOPS_MISTRAL},
+    {"mistral-v1",
+     {"' [INST] ' + system_message", "!tool"},
+     inf_render_mistral,
+     INF_MISTRAL_V1,
+     INF_STYLE_PLAIN,
+     false,
+     false,
+     STOPS_MISTRAL},
+    {"llama3.1",
+     {"<|start_header_id|>", "tools_in_user_message", "builtin_tools", "26 Jul 2024", "!strftime_now"},
+     inf_render_llama,
+     INF_LLAMA_3_1,
+     INF_STYLE_LLAMA,
+     true,
+     false,
+     STOPS_LLAMA},
+    {"llama3.2",
+     {"<|start_header_id|>", "tools_in_user_message", "strftime_now(\"%d %b %Y\")", "!builtin_tools"},
+     inf_render_llama,
+     INF_LLAMA_3_2,
+     INF_STYLE_LLAMA,
+     true,
+     false,
+     STOPS_LLAMA},
+    {"llama3",
+     {"<|start_header_id|>' + message['role'] + '<|end_header_id|>", "| trim + '<|eot_id|>'", "!tool"},
+     inf_render_llama,
+     INF_LLAMA_3,
+     INF_STYLE_PLAIN,
+     false,
+     false,
+     STOPS_LLAMA},
+    {"qwen3-coder",
+     {"<|im_start|>", "render_extra_keys", "<function=example_function_name>", "NO suffix"},
+     inf_render_coder,
+     0,
+     INF_STYLE_CODER,
+     true,
+     false,
+     STOPS_QWEN},
+    {"qwen3-thinking",
+     {"<|im_start|>", QWEN_TOOLS, "last_query_index", "assistant\\n<think>\\n' }}", "!enable_thinking"},
+     inf_render_qwen3,
+     INF_QWEN3_THINKING,
+     INF_STYLE_QWEN,
+     true,
+     true,
+     STOPS_QWEN},
+    {"qwen3",
+     {"<|im_start|>", QWEN_TOOLS, "last_query_index", "enable_thinking is false",
+      "'<think>\\n\\n</think>\\n\\n'"},
+     inf_render_qwen3,
+     INF_QWEN3_HYBRID,
+     INF_STYLE_QWEN,
+     true,
+     true,
+     STOPS_QWEN},
+    {"qwen3-instruct",
+     {"<|im_start|>", QWEN_TOOLS, "(loop.first and content)", "!think", "!created by"},
+     inf_render_qwen3,
+     INF_QWEN3_INSTRUCT,
+     INF_STYLE_QWEN,
+     true,
+     false,
+     STOPS_QWEN},
+    {"qwen2.5",
+     {"<|im_start|>", QWEN_TOOLS, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+      "!think"},
+     inf_render_qwen25,
+     0,
+     INF_STYLE_QWEN,
+     true,
+     false,
+     STOPS_QWEN},
+    {"chatml",
+     {"<|im_start|>' + message['role'] + '", "+ message['content'] + '<|im_end|>'", "!tool", "!think",
+      "!You are", "!trim"},
+     inf_render_chatml,
+     0,
+     INF_STYLE_PLAIN,
+     false,
+     false,
+     STOPS_QWEN},
+};
+
+#define N_ROWS (sizeof rows / sizeof rows[0])
+
+const char *inf_template_name(const struct inf_template *t)
+{
+    return t->name;
+}
+
+const char *inf_template_name_at(size_t i)
+{
+    return i < N_ROWS ? rows[i].name : NULL;
+}
+
+bool inf_template_has_tools(const struct inf_template *t)
+{
+    return t->tools;
+}
+
+bool inf_template_has_thinking(const struct inf_template *t)
+{
+    return t->thinking;
+}
+
+static bool fits(const struct inf_template *t, const char *text, size_t n)
+{
+    for (int i = 0; i < INF_MARKS && t->marks[i]; i++) {
+        const char *mark = t->marks[i];
+        bool wanted = mark[0] != '!';
+        mark += !wanted;
+        if ((memmem(text, n, mark, strlen(mark)) != NULL) != wanted)
+            return false;
+    }
+    return true;
+}
+
+int inf_template_find(const char *template_text, size_t template_bytes, const char *name,
+                      struct shm_error *err, const struct inf_template **ret_template)
+{
+    char known[400] = "";
+    size_t used = 0;
+    bool by_name = name && *name;
+    for (size_t i = 0; i < N_ROWS; i++) {
+        if (by_name ? strcmp(rows[i].name, name) == 0
+                    : template_text && template_bytes && fits(&rows[i], template_text, template_bytes)) {
+            *ret_template = &rows[i];
+            return 0;
+        }
+        int n = snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", rows[i].name);
+        used += (size_t)n < sizeof known - used ? (size_t)n : 0;
+    }
+    if (by_name)
+        return shm_error_set(err, ENOTSUP, "chat template \"%.40s\" is not known; names are %s", name, known);
+    if (!template_text || !template_bytes)
+        return shm_error_set(
+            err, ENOENT, "the model carries no chat template; pass --chat-template NAME, one of %s", known);
+    return shm_error_set(
+        err, ENOTSUP, "the model's chat template is of no known family; pass --chat-template NAME, one of %s",
+        known);
+}
+
+void inf_refuse(struct inf_render *r, int code, const char *format, ...)
+{
+    char text[256];
+    va_list args;
+    if (r->rc)
+        return;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    r->rc = shm_error_set(r->err, code, "chat template %s: %s", r->template->name, text);
+}
+
+static int grow(void **array, size_t *cap, size_t need, size_t item)
+{
+    size_t want = *cap ? *cap : 64;
+    while (want < need)
+        want *= 2;
+    if (want == *cap)
+        return 0;
+    void *grown = realloc(*array, want * item);
+    if (!grown)
+        return -ENOMEM;
+    *array = grown;
+    *cap = want;
+    return 0;
+}
+
+static void put(struct inf_render *r, const char *bytes, size_t n, bool from_template)
+{
+    struct inf_template_text *t = r->out;
+    if (r->rc || !n)
+        return;
+    if (n > TEXT_BYTES_MAX - t->n_bytes) {
+        inf_refuse(r, E2BIG, "the conversation has over 256 MiB; shorten it");
+        return;
+    }
+    bool same = t->n_pieces && t->pieces[t->n_pieces - 1].from_template == from_template;
+    if (grow((void **)&t->bytes, &t->cap_bytes, t->n_bytes + n + 1, 1) ||
+        grow((void **)&t->pieces, &t->cap_pieces, t->n_pieces + 1, sizeof *t->pieces)) {
+        inf_refuse(r, ENOMEM, "no memory for the conversation; free some");
+        return;
+    }
+    memcpy(t->bytes + t->n_bytes, bytes, n);
+    t->n_bytes += n;
+    t->bytes[t->n_bytes] = '\0';
+    if (!same)
+        t->pieces[t->n_pieces++].from_template = from_template;
+    t->pieces[t->n_pieces - 1].end = t->n_bytes;
+}
+
+void inf_put(struct inf_render *r, const char *text)
+{
+    put(r, text, strlen(text), true);
+}
+
+void inf_put_from(struct inf_render *r, struct inf_slice content)
+{
+    put(r, content.at, content.n, false);
+}
+
+void inf_put_string(struct inf_render *r, const char *content)
+{
+    put(r, content, strlen(content), false);
+}
+
+void inf_put_json(struct inf_render *r, const json_t *value, int indent)
+{
+    struct inf_buf buf = {0};
+    if (r->rc)
+        return;
+    inf_json_dump(&buf, value, indent);
+    if (buf.rc)
+        inf_refuse(r, -buf.rc, "no room for a JSON text; shorten it");
+    else
+        put(r, buf.bytes, buf.n, false);
+    free(buf.bytes);
+}
+
+void inf_put_date(struct inf_render *r, bool by_name)
+{
+    static const char months[12][4] = {"Jan", "Feb", "Mar", "Apr", "May", "Jun",
+                                       "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"};
+    char text[64] = "";
+    struct tm tm;
+    if (!localtime_r(&r->in->now, &tm) || tm.tm_year < -900 || tm.tm_year > 8099)
+        inf_refuse(r, EINVAL, "the date cannot be written; set the clock");
+    else if (by_name)
+        snprintf(text, sizeof text, "%02d %s %d", tm.tm_mday, months[tm.tm_mon], tm.tm_year + 1900);
+    else
+        snprintf(text, sizeof text, "%d-%02d-%02d", tm.tm_year + 1900, tm.tm_mon + 1, tm.tm_mday);
+    inf_put(r, text);
+}
+
+struct inf_slice inf_content(const struct inf_message *m)
+{
+    return (struct inf_slice){m->content ? m->content : "", m->content ? m->content_bytes : 0};
+}
+
+bool inf_is(const struct inf_message *m, const char *role)
+{
+    return strcmp(strcmp(m->role, "developer") == 0 ? "system" : m->role, role) == 0;
+}
+
+json_t *inf_arguments(struct inf_render *r, const struct inf_tool_call *call)
+{
+    json_t *value = r->rc ? NULL : json_loads(call->arguments, JSON_ALLOW_NUL, NULL);
+    if (json_is_object(value))
+        return value;
+    json_decref(value);
+    inf_refuse(r, EINVAL,
+               "the arguments of the call of \"%.60s\" are no JSON object; send {} where there are none",
+               call->name);
+    return NULL;
+}
+
+void inf_split_thinking(const struct inf_message *m, struct inf_slice *ret_content,
+                        struct inf_slice *ret_reasoning)
+{
+    struct inf_slice content = inf_content(m);
+    *ret_content = content;
+    *ret_reasoning = (struct inf_slice){"", 0};
+    if (m->reasoning) {
+        *ret_reasoning = (struct inf_slice){m->reasoning, m->reasoning_bytes};
+    } else if (inf_has(content, "</think>")) {
+        struct inf_slice before = inf_rstrip_newlines(inf_before_first(content, "</think>"));
+        *ret_reasoning = inf_lstrip_newlines(inf_after_last(before, "<think>"));
+        *ret_content = inf_lstrip_newlines(inf_after_last(content, "</think>"));
+    }
+}
+
+static void check_messages(struct inf_render *r)
+{
+    static const char *const roles[] = {"system", "developer", "user", "assistant", "tool"};
+    for (size_t i = 0; i < r->in->n_messages; i++) {
+        const struct inf_message *m = &r->in->messages[i];
+        bool known = false;
+        for (size_t k = 0; k < sizeof roles / sizeof roles[0]; k++)
+            known |= m->role && strcmp(m->role, roles[k]) == 0;
+        if (!known)
+            inf_refuse(r, EINVAL,
+                       "message %zu has role \"%.40s\"; known are system, developer, user, assistant, tool",
+                       i, m->role ? m->role : "");
+        else if (m->n_calls && strcmp(m->role, "assistant"))
+            inf_refuse(r, EINVAL, "message %zu is of role %s and calls tools; only the assistant can", i,
+                       m->role);
+        for (size_t k = 0; k < m->n_calls && !r->rc; k++)
+            if (!m->calls[k].name || !m->calls[k].arguments)
+                inf_refuse(r, EINVAL, "call %zu of message %zu has no name or no arguments; send both", k, i);
+    }
+}
+
+static void load_tools(struct inf_render *r)
+{
+    json_error_t why;
+    if (!r->in->tools || r->rc)
+        return;
+    r->tools = json_loadb(r->in->tools, r->in->tools_bytes, JSON_ALLOW_NUL, &why);
+    if (!r->tools)
+        inf_refuse(r, EINVAL, "the tools are no JSON that can be read: %.100s", why.text);
+    else if (!json_is_array(r->tools))
+        inf_refuse(r, EINVAL, "the tools are no JSON array; send [{\"type\":\"function\",...}]");
+    else if (!json_array_size(r->tools)) {
+        json_decref(r->tools);
+        r->tools = NULL;
+    }
+    size_t i;
+    json_t *tool;
+    json_array_foreach(r->tools, i, tool)
+    {
+        const json_t *function = json_object_get(tool, "function");
+        if (!json_is_string(json_object_get(function, "name")))
+            inf_refuse(
+                r, EINVAL,
+                "tool %zu has no function with a name; send {\"type\":\"function\",\"function\":{...}}", i);
+    }
+    if (r->tools && !r->template->tools)
+        inf_refuse(r, ENOTSUP, "has no place for tools; ask without them or take a model whose template has");
+}
+
+int inf_template_render(const struct inf_template *t, const struct inf_template_input *in,
+                        struct shm_error *err, struct inf_template_text *ret_text)
+{
+    struct inf_render r = {
+        .template = t, .in = in, .messages = in->messages, .n = in->n_messages, .err = err, .out = ret_text};
+    ret_text->n_bytes = ret_text->n_pieces = 0;
+    check_messages(&r);
+    load_tools(&r);
+    if (!r.rc)
+        t->render(&r);
+    json_decref(r.tools);
+    if (r.rc)
+        ret_text->n_bytes = ret_text->n_pieces = 0;
+    return r.rc;
+}
+
+void inf_template_text_clear(struct inf_template_text *text)
+{
+    free(text->bytes);
+    free(text->pieces);
+    *text = (struct inf_template_text){0};
+}
+
+size_t inf_template_stops(const struct inf_template *t, const struct inf_tokenizer *tok, int32_t *ret_ids,
+                          size_t n_max)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < sizeof t->stops / sizeof t->stops[0] && t->stops[i] && n < n_max; i++) {
+        int32_t id = inf_tokenizer_find(tok, t->stops[i], strlen(t->stops[i]));
+        if (id >= 0)
+            ret_ids[n++] = id;
+    }
+    return n;
+}
