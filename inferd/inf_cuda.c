@@ -9,8 +9,9 @@
 #include <string.h>
 #include <sys/prctl.h>
 
-#define BLOCK (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
-#define PAGE  UINT64_C(4096)
+#define BLOCK   (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
+#define PAGE    UINT64_C(4096)
+#define BUSY_NS UINT64_C(50000000)
 
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
 {
@@ -52,6 +53,8 @@ static void cuda_close(struct inf_device *d)
             krn_cuda.module_unload(c->module);
         if (c->done)
             krn_cuda_line_give(c->gpu, (void *)c->done);
+        if (c->attached)
+            krn_cuda_line_give(c->gpu, (void *)c->attached);
     }
     krn_cu_destroy(&c->cu);
     krn_cuda_device_close(&c->gpu);
@@ -93,6 +96,20 @@ static int make_ring(struct inf_cuda *c, uint64_t bytes, struct shm_error *err)
     return 0;
 }
 
+/* Until the session is open: expertd measures beside it what a flag write costs. */
+static int be_busy(struct inf_cuda *c)
+{
+    uint64_t limit_ns = BUSY_NS;
+    void *arguments[] = {&c->attached_device, &limit_ns};
+    atomic_store(c->attached, 0);
+    return KRN_CUDA(launch, c->busy_kernel, 1, 1, 1, 1, 1, 1, 0, c->aux, arguments, NULL);
+}
+
+static void cuda_ring_attached(struct inf_device *d)
+{
+    atomic_store(inf_cuda_of(d)->attached, 1);
+}
+
 static int cuda_ring_open(struct inf_device *d, const struct shm_geometry *g,
                           const struct shm_worker_view *control, uint64_t control_bytes,
                           struct inf_ring *ret_ring, struct prt_attach_request *request,
@@ -107,7 +124,8 @@ static int cuda_ring_open(struct inf_device *d, const struct shm_geometry *g,
     struct krn_cuda_ipc handle;
     if ((rc = KRN_CUDA(memset_8_async, c->flag, 0, 64, c->stream)) ||
         (c->poison && (rc = KRN_CUDA(memset_8_async, c->ring, 0xff, c->ring_bytes, c->stream))) ||
-        (rc = KRN_CUDA(stream_synchronize, c->stream)) || (rc = KRN_CUDA(ipc_get, &handle, c->ring)))
+        (rc = KRN_CUDA(stream_synchronize, c->stream)) || (rc = KRN_CUDA(ipc_get, &handle, c->ring)) ||
+        (rc = be_busy(c)))
         return krn_cuda_explain(rc, "the ring in device memory", err);
     rc = KRN_CUDA(host_register, control->worker, (control_bytes + PAGE - 1) / PAGE * PAGE,
                   KRN_CUDA_HOST_PORTABLE | KRN_CUDA_HOST_DEVICEMAP);
@@ -133,6 +151,7 @@ static int cuda_ring_open(struct inf_device *d, const struct shm_geometry *g,
 static void cuda_ring_close(struct inf_device *d, struct inf_ring *ring)
 {
     struct inf_cuda *c = inf_cuda_of(d);
+    cuda_ring_attached(d);
     if (c->control_device && krn_cuda_enter(c->gpu) == 0)
         krn_cuda.host_unregister(c->control.worker);
     c->control_device = 0;
@@ -198,6 +217,7 @@ static int cuda_resident_done(struct inf_device *d, const uint8_t *const *table,
 
 static const struct inf_device_ops cuda_ops = {.close = cuda_close,
                                                .ring_open = cuda_ring_open,
+                                               .ring_attached = cuda_ring_attached,
                                                .ring_close = cuda_ring_close,
                                                .resident_open = cuda_resident_open,
                                                .resident_put = cuda_resident_put,
@@ -248,17 +268,20 @@ static int measure_clock(struct inf_cuda *c)
 
 static int load_kernels(struct inf_cuda *c, struct shm_error *err)
 {
-    void *line;
+    void *line, *attached;
     int rc = krn_cu_create(c->gpu, err, &c->cu);
     if (rc || (rc = krn_cuda_module("krn_graph", &c->module, err)) ||
         (rc = krn_cuda_kernel(c->module, "krn_poison", 0, &c->poison_kernel, err)) ||
-        (rc = krn_cuda_kernel(c->module, "krn_clock", 0, &c->clock_kernel, err)))
+        (rc = krn_cuda_kernel(c->module, "krn_clock", 0, &c->clock_kernel, err)) ||
+        (rc = krn_cuda_kernel(c->module, "krn_busy", 0, &c->busy_kernel, err)))
         return rc;
     if ((rc = KRN_CUDA(stream_create, &c->stream, KRN_CUDA_STREAM_NON_BLOCKING)) ||
         (rc = KRN_CUDA(stream_create, &c->aux, KRN_CUDA_STREAM_NON_BLOCKING)) ||
-        (rc = krn_cuda_line_take(c->gpu, &line, &c->done_device)))
+        (rc = krn_cuda_line_take(c->gpu, &line, &c->done_device)) ||
+        (rc = krn_cuda_line_take(c->gpu, &attached, &c->attached_device)))
         return krn_cuda_explain(rc, "streams of the worker", err);
     c->done = line;
+    c->attached = attached;
     if ((rc = measure_clock(c)))
         return krn_cuda_explain(rc, "a first kernel", err);
     return 0;

@@ -48,9 +48,11 @@ struct inf_cuda {
     struct inf_device base;
     struct krn_cuda_device *gpu;
     struct krn_cu *cu;
-    void *module, *poison_kernel, *clock_kernel;
+    void *module, *poison_kernel, *clock_kernel, *busy_kernel;
     void *stream, *aux; /* the pass; what must get through while the pass waits */
     int64_t clock_offset_ns;
+    _Atomic uint32_t *attached; /* ends the busy kernel */
+    krn_cuda_ptr attached_device;
     bool poison;
 
     struct krn_upload *upload; /* while residents and dense weights are brought; NULL */

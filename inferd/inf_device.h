@@ -88,10 +88,12 @@ struct inf_device_ops {
     void (*close)(struct inf_device *d);
 
     /* The ring of a session, and the request's fields that name it. The control segment of
-     * control_bytes is mapped and laid out. ring_close once expertd has let go of it. */
+     * control_bytes is mapped and laid out. From then until ring_attached (which may be NULL), when expertd
+     * has taken it, the device is kept busy. ring_close once expertd has let go of it. */
     int (*ring_open)(struct inf_device *d, const struct shm_geometry *g,
                      const struct shm_worker_view *control, uint64_t control_bytes, struct inf_ring *ret_ring,
                      struct prt_attach_request *request, struct shm_error *err);
+    void (*ring_attached)(struct inf_device *d);
     void (*ring_close)(struct inf_device *d, struct inf_ring *ring);
 
     /* Memory of the residents: open, put each blob, done with the table of their addresses. They stay

@@ -234,6 +234,8 @@ static int attach(struct inf_store *s, struct prt_attach_request *request, struc
     strncpy(request->name, s->config.name, sizeof request->name - 1);
     struct prt_attach_reply reply;
     int rc = prt_client_attach(s->client, request, &reply, err);
+    if (s->device->ops->ring_attached)
+        s->device->ops->ring_attached(s->device);
     if (rc)
         return rc;
     s->session = reply.session;

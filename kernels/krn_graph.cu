@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Small kernels of a worker's pass that are no arithmetic: filling the slots
- * of finished groups (test mode), and the device's clock.
+ * of finished groups (test mode), the device's clock, and keeping the device busy.
  */
 #include <stdint.h>
 
@@ -28,4 +28,16 @@ extern "C" __global__ void krn_clock(volatile uint64_t *out)
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     *out = now;
     __threadfence_system();
+}
+
+/* One thread that occupies the compute engine until *end is not 0, at most limit_ns: what expertd's operations cost
+ * beside a worker's kernels is measured against it. */
+extern "C" __global__ void krn_busy(const volatile uint32_t *end, uint64_t limit_ns)
+{
+    uint64_t start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        asm volatile("nanosleep.u32 500;");
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (*end == 0 && now - start < limit_ns);
 }

@@ -98,11 +98,10 @@ int krn_link_cuda_create(const struct krn_link_cuda_config *config, struct krn_l
         krn_cuda_explain(rc, "CUDA link: copy stream", err);
         goto fail;
     }
-    uint64_t ns;
-    rc = krn_link_cuda_probe(&l->base, &ns);
+    rc = krn_link_cuda_first_write(l);
     if (rc < 0) {
         shm_error_set(err, rc, "CUDA link: the first flag write failed: %s",
-                      rc == -ETIMEDOUT ? "not done within 100 ms" : krn_cuda_detail()->text);
+                      rc == -ETIMEDOUT ? "not done within 2 s" : krn_cuda_detail()->text);
         goto fail;
     }
     *ret_link = &l->base;

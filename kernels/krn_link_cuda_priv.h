@@ -36,7 +36,6 @@ struct krn_cuda_link {
     uint64_t landed;            /* copies, as last seen */
     uint64_t value, value_seen; /* of the last signal; of the last one seen done */
     uint32_t probes;
-    bool marked;
 
     uint64_t busy_ns_landed; /* busy until the last landing that was seen */
     uint64_t bytes, signals, busy_ns, busy_since_ns, first_ns, last_ns, moved_ns;
@@ -45,6 +44,9 @@ struct krn_cuda_link {
 };
 
 extern const struct krn_link_ops krn_link_cuda_ops;
+
+/* Tries the flag for the first time and notes what that took. -ETIMEDOUT after about 2 s. */
+int krn_link_cuda_first_write(struct krn_cuda_link *link);
 
 /* Gives back what was opened so far, and the link. */
 void krn_link_cuda_release(struct krn_cuda_link *link);

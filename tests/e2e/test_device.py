@@ -46,8 +46,10 @@ def test_no_driver(world, monkeypatch):
     assert host["text"] == auto["text"] and host["text"]
     assert host["device"].startswith("host") and host["device_note"] is None
     assert auto["device"].startswith("host") and "no CUDA driver" in auto["device_note"]
-    assert world.inferd("run", *options, "-v").stderr.count("no CUDA driver") == 1
-    assert "no CUDA driver" not in world.inferd("run", *options).stderr
+    said = world.inferd("run", *options).stderr
+    assert said.count("no CUDA driver") == 1 and "on the host" in said, said
+    assert "no CUDA driver" not in world.inferd("run", *options, "--device", "host").stderr
+    assert world.inferd("run", *options, "--quiet").stderr == ""
 
 
 def test_a_host_expertd_and_a_worker_with_a_gpu(world, monkeypatch):
@@ -153,6 +155,21 @@ def test_chunk_and_context_come_from_free_memory(fake, monkeypatch):
     r = fake.inferd("run", *options, "--ctx", 200000, check=False)
     assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
     assert "do not fit" in r.stderr and "--ctx" in r.stderr, r.stderr
+
+
+@pytest.mark.parametrize("call,word", [("cuLaunchKernel:40:719", "CUDA_ERROR_LAUNCH_FAILED"),
+                                       ("cuStreamQuery:2:719", "CUDA_ERROR_LAUNCH_FAILED"),
+                                       ("cuStreamWriteValue32:3:801", "CUDA_ERROR_NOT_SUPPORTED")])
+def test_the_gpu_fails_in_a_read(fake, monkeypatch, call, word):
+    """At a launch, or seen later while the stream is waited for: the driver's words in one line, nothing stays."""
+    monkeypatch.setenv("FAKECUDA_FAIL", call)
+    r = fake.inferd("run", "--device", "cuda", "--prompt", "A fox", "-n", 4, "--floor", 1, check=False)
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
+    for text in ("the GPU failed in a pass", word, "said the fake driver", "start inferd anew"):
+        assert text in r.stderr, r.stderr
+    fake.until(lambda: not fake.status()["workers"], what="detached")
+    monkeypatch.delenv("FAKECUDA_FAIL")
+    assert fake.run("--device", "cuda", "--prompt", "x", "-n", 1, "--stream", "full", "--floor", 1)["stop"] == "length"
 
 
 def test_stuck_waits_end(fake):

@@ -178,7 +178,7 @@ int fake_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned 
 {
     (void)function, (void)arguments, (void)extra, (void)shared;
     fake_note("cuLaunchKernel", fake_stream_number(stream), "%u %u %u x %u %u %u", gx, gy, gz, bx, by, bz);
-    return 0;
+    return fake_fails("cuLaunchKernel");
 }
 
 int fake_get_error_name(int result, const char **ret_name)
