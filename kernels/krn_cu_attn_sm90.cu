@@ -1,0 +1,310 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Causal attention of a prompt as krn_cu_attn.cu computes it, with Hopper's
+ * warpgroup products (target sm_90a; its bits differ from the other file's).
+ *
+ * A block stays on its multiprocessor and takes 64 queries for each warpgroup
+ * but one, work after work. That one copies queries, keys and values into
+ * shared memory, ahead of the others, who take 128 keys a step, at absolute
+ * multiples of 128 from key 0. Its scores of a step run on the tensor cores
+ * beside the weighted values of the step before, and one warpgroup's
+ * exponentials beside another's products: they take turns in issuing.
+ */
+#include "kernels/krn_cu_sm90.cuh"
+
+#define KEYS     128
+#define STAGES   2
+#define NEGATIVE __int_as_float(0xff800000)
+
+/* Barriers in shared memory. full: a stage has its data; empty: all warps that read it are done. */
+enum {
+    FULL_Q = 0,
+    FULL_K = 1,
+    FULL_V = FULL_K + STAGES,
+    EMPTY_Q = FULL_V + STAGES,
+    EMPTY_K = EMPTY_Q + 1,
+    EMPTY_V = EMPTY_K + STAGES,
+    BARRIERS = EMPTY_V + STAGES
+};
+
+/* Shared memory: barriers, queries, keys, values; matrices as panels of 64 columns (matrix_view). */
+template <int HD, int GROUPS> struct layout {
+    static constexpr uint32_t TILE = KEYS * HD * 2, PANEL = KEYS * 128, QUERIES = 64 * GROUPS, Q = 1024,
+                              Q_PANEL = QUERIES * 128, K = Q + QUERIES * HD * 2, V = K + STAGES * TILE;
+};
+
+/* ROWS x HD from global rows `stride` bytes apart by a warpgroup; rows from `valid` on are zero. */
+template <int HD, int ROWS>
+DEV void fetch_rows(uint32_t target, const uint8_t *source, uint64_t stride, uint32_t valid)
+{
+    constexpr uint32_t PIECES = HD / 8, STEP = 128 / PIECES;
+    const uint32_t t = threadIdx.x % 128, piece = t % PIECES, row = t / PIECES;
+    target += piece / 8 * (ROWS * 128) + row * 128 + ((piece ^ row) % 8 << 4);
+#pragma unroll
+    for (uint32_t r = row; r < ROWS; r += STEP, target += STEP * 128)
+        copy_async(target, source + (r < valid ? r : 0) * stride + piece * 16, r < valid);
+}
+
+/* One block of queries of one head; blocks of the grid take them in turn, the longest first, to and fro. */
+struct work {
+    uint32_t head, q0, n_queries, n_keys, blocks;
+};
+template <int QUERIES> DEV bool take_work(const krn_cu_attention_args &a, uint32_t round, work &w)
+{
+    const uint32_t tiles = div_up(a.tokens, QUERIES);
+    const uint32_t i = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (i >= tiles * a.heads)
+        return false;
+    w.head = i % a.heads;
+    w.q0 = (tiles - 1 - i / a.heads) * QUERIES;
+    w.n_queries = a.tokens - w.q0 < QUERIES ? a.tokens - w.q0 : QUERIES;
+    w.n_keys = a.position + w.q0 + w.n_queries;
+    w.blocks = div_up(w.n_keys, KEYS);
+    return true;
+}
+
+template <int HD, int GROUPS> DEV void produce(const krn_cu_attention_args &a, uint32_t base)
+{
+    using L = layout<HD, GROUPS>;
+    const uint64_t q_stride = (uint64_t)a.heads * HD * 2;
+    uint32_t open = BARRIERS; /* the barrier of the copies under way */
+    auto tell = [&]() {
+        products_see();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            barrier_arrive(base + open * 8);
+    };
+    /* Waits until the place is empty; what is under way is told before that takes long. */
+    auto begin = [&](uint32_t empty, uint32_t parity) {
+        const uint32_t barrier = base + empty * 8;
+        if (__ballot_sync(0xffffffffu, barrier_passed(barrier, parity)) == 0xffffffffu)
+            return;
+        if (open != BARRIERS) {
+            copy_wait<0>();
+            tell();
+            open = BARRIERS;
+        }
+        barrier_wait(barrier, parity);
+    };
+    auto end = [&](uint32_t full) {
+        copy_commit();
+        if (open != BARRIERS) {
+            copy_wait<1>();
+            tell();
+        }
+        open = full;
+    };
+    work w = {};
+    for (uint32_t round = 0, n = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.blocks) {
+        const uint64_t kv = (uint64_t)(w.head / (a.heads / a.kv_heads)) * a.ctx * HD * 2;
+        auto fetch = [&](uint32_t block, uint32_t full, uint32_t empty, uint32_t place, uint64_t source) {
+            const uint32_t stage = (n + block) % STAGES;
+            begin(empty + stage, (n + block) / STAGES & 1 ^ 1);
+            fetch_rows<HD, KEYS>(base + place + stage * L::TILE,
+                                 at<uint8_t>(source + kv + (uint64_t)block * L::TILE), HD * 2,
+                                 w.n_keys - block * KEYS);
+            end(full + stage);
+        };
+        begin(EMPTY_Q, round & 1 ^ 1);
+        fetch_rows<HD, L::QUERIES>(base + L::Q, at<uint8_t>(a.q) + w.q0 * q_stride + w.head * HD * 2,
+                                   q_stride, w.n_queries);
+        end(FULL_Q);
+        for (uint32_t block = 0; block <= w.blocks; block++) {
+            if (block < w.blocks)
+                fetch(block, FULL_K, EMPTY_K, L::K, a.k);
+            if (block)
+                fetch(block - 1, FULL_V, EMPTY_V, L::V, a.v);
+        }
+    }
+    if (open != BARRIERS) {
+        copy_wait<0>();
+        tell();
+    }
+}
+
+/* s becomes exp2((s - maximum) * scale); row_max and row_sum go on; returns what older sums shrink by. */
+DEV void soften(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&shrink)[2],
+                float scale)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float top[2] = {row_max[h], s[2 * h]};
+#pragma unroll
+        for (int n = 0; n < KEYS / 2; n += 4) {
+            top[0] = fmaxf(top[0], s[n + 2 * h]);
+            top[1] = fmaxf(top[1], s[n + 2 * h + 1]);
+        }
+        top[0] = fmaxf(top[0], top[1]);
+        top[0] = fmaxf(top[0], __shfl_xor_sync(0xffffffffu, top[0], 1));
+        top[0] = fmaxf(top[0], __shfl_xor_sync(0xffffffffu, top[0], 2));
+        shrink[h] = exp2_fast((row_max[h] - top[0]) * scale);
+        row_max[h] = top[0];
+        const float minus = -top[0] * scale;
+        float sum[2] = {0.0f, 0.0f}; /* of this lane's keys; the four lanes of a row meet at the end */
+#pragma unroll
+        for (int n = 0; n < KEYS / 2; n += 4)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float e = exp2_fast(__fmaf_rn(s[n + 2 * h + i], scale, minus));
+                s[n + 2 * h + i] = e;
+                sum[i] = __fadd_rn(sum[i], e);
+            }
+        row_sum[h] = __fmaf_rn(row_sum[h], shrink[h], __fadd_rn(sum[0], sum[1]));
+    }
+}
+
+/* Keys after the query get no weight. past: from the block's first key to this lane's first query. */
+DEV void mask(float (&s)[KEYS / 2], int past)
+{
+    const int key = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++)
+        if (key + i / 4 * 8 + (i & 1) > past + (i & 2) * 4)
+            s[i] = NEGATIVE;
+}
+
+template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, uint32_t base)
+{
+    using L = layout<HD, GROUPS>;
+    const uint32_t group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const uint32_t first_row = group * 64, row = first_row + warp * 16 + lane / 4;
+    const uint32_t turn = 1 + group, next = 1 + (group + 1) % GROUPS;
+    const uint64_t q = matrix_view(base + L::Q + first_row * 128, L::Q_PANEL);
+    float o[HD / 2], s[KEYS / 2], row_max[2], row_sum[2], shrink[2];
+    uint32_t p[KEYS / 16][4];
+    uint32_t n = 0; /* key blocks of earlier work */
+    work w = {};
+
+    auto await = [&](uint32_t full, uint32_t block) {
+        barrier_wait(base + (full + (n + block) % STAGES) * 8, (n + block) / STAGES & 1);
+    };
+    auto leave = [&](uint32_t empty) {
+        if (lane == 0)
+            barrier_arrive(base + empty * 8);
+    };
+    /* s = q * k' */
+    auto score = [&](uint32_t block) {
+        const uint64_t k = matrix_view(base + L::K + (n + block) % STAGES * L::TILE, L::PANEL);
+        wg_begin();
+#pragma unroll
+        for (int i = 0; i < HD / 16; i++)
+            wg_product(s, q + (i / 4 * L::Q_PANEL + i % 4 * 32) / 16,
+                       k + (i / 4 * L::PANEL + i % 4 * 32) / 16, i > 0);
+        wg_commit();
+    };
+    auto scored = [&](uint32_t block) {
+        wg_pin(s);
+        leave(EMPTY_K + (n + block) % STAGES);
+        if (block + 1 == w.blocks)
+            leave(EMPTY_Q);
+    };
+    /* o += p * v */
+    auto weigh = [&](uint32_t block) {
+        const uint64_t v = matrix_view(base + L::V + (n + block) % STAGES * L::TILE, L::PANEL);
+        await(FULL_V, block);
+        wg_begin();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++)
+            wg_product(o, p[i], v + i * 16 * 128 / 16);
+        wg_commit();
+    };
+    auto weighed = [&](uint32_t block) {
+        wg_wait<0>();
+        wg_pin(o);
+        leave(EMPTY_V + (n + block) % STAGES);
+    };
+    auto soften_block = [&](uint32_t block) {
+        if (block * KEYS + KEYS - 1 > a.position + w.q0 + first_row)
+            mask(s, (int)(a.position + w.q0 + row) - (int)(block * KEYS));
+        soften(s, row_max, row_sum, shrink, a.scale_log2);
+        wg_pin(s);
+    };
+    auto pack = [&]() {
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; i++)
+            p[i / 4][i % 4] = pack_f16(s[2 * i], s[2 * i + 1]);
+    };
+
+    if (group == GROUPS - 1)
+        turn_give(next, 256); /* the first warpgroup begins */
+    for (uint32_t round = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.blocks) {
+#pragma unroll
+        for (int i = 0; i < HD / 2; i++)
+            o[i] = 0.0f;
+        row_max[0] = row_max[1] = NEGATIVE;
+        row_sum[0] = row_sum[1] = 0.0f;
+        barrier_wait(base + FULL_Q * 8, round & 1);
+        await(FULL_K, 0);
+        score(0);
+        wg_wait<0>();
+        scored(0);
+        soften_block(0);
+        pack();
+        for (uint32_t block = 1; block < w.blocks; block++) {
+            if (block == 1)
+                await(FULL_K, 1);
+            turn_wait(turn, 256);
+            score(block);
+            weigh(block - 1);
+            turn_give(next, 256);
+            wg_wait<1>();
+            scored(block);
+            soften_block(block);
+            /* The wait for the next keys stands here so that the compiler leaves the exponentials before it:
+             * they are computed while the older products run. */
+            if (block + 1 < w.blocks)
+                await(FULL_K, block + 1);
+            weighed(block - 1);
+            wg_pin(s);
+#pragma unroll
+            for (int i = 0; i < HD / 2; i++)
+                o[i] *= shrink[i >> 1 & 1];
+            pack();
+        }
+        weigh(w.blocks - 1);
+        weighed(w.blocks - 1);
+
+        uint32_t *y = at<uint32_t>(a.y);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sum = row_sum[h];
+            sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
+            sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
+            const float scale = 1.0f / sum;
+            if (row + h * 8 >= w.n_queries)
+                continue;
+            const uint64_t cell = ((uint64_t)(w.q0 + row + h * 8) * a.heads + w.head) * HD / 2 + lane % 4;
+#pragma unroll
+            for (int i = 0; i < HD / 8; i++)
+                y[cell + i * 4] = pack_f16(o[4 * i + 2 * h] * scale, o[4 * i + 2 * h + 1] * scale);
+        }
+    }
+    if (group == 0)
+        turn_wait(turn, 256); /* nobody gives a turn in vain */
+}
+
+template <int HD, int GROUPS> DEV void attention(const krn_cu_attention_args &a)
+{
+    SHARED_DYNAMIC(uint8_t, smem);
+    const uint32_t base = (shared_address(smem) + 1023) & ~1023u;
+    if (threadIdx.x == 0)
+        for (uint32_t i = 0; i < BARRIERS; i++)
+            barrier_init(base + i * 8, i < EMPTY_Q ? 4 : 4 * GROUPS); /* warps */
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_give<GROUPS == 2 ? 40 : 32>();
+        produce<HD, GROUPS>(a, base);
+    } else {
+        registers_take<GROUPS == 2 ? 232 : 160>();
+        consume<HD, GROUPS>(a, base);
+    }
+}
+
+KERNEL(__launch_bounds__(384, 1), attention_128_sm90, krn_cu_attention_args)
+{
+    attention<128, 2>(a);
+}
+KERNEL(__launch_bounds__(512, 1), attention_64_sm90, krn_cu_attention_args)
+{
+    attention<64, 3>(a);
+}

@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * kernels/krn_cu_sm90.cuh's instructions on a CPU (see emu_device.h). Products
+ * happen at once, matrices are found through their views as the hardware
+ * does; barriers count, and whoever waits lets others run.
+ */
+#ifndef EMU_SM90_H
+#define EMU_SM90_H
+
+#include "tests/gpu/emu_device.h"
+
+void emu_yield(); /* emu_run.cpp */
+void emu_turn(uint32_t id, uint32_t threads, bool wait);
+
+/* Element of a matrix view; row: of 128 swizzled bytes. */
+static inline float emu_viewed(uint64_t view, uint32_t row, uint32_t col, uint32_t panel_rows)
+{
+    uint32_t start = (view & 0x3fff) << 4, stride = (view >> 32 & 0x3fff) << 4;
+    uint32_t at = start + row / 8 * stride + row % 8 * 128 + col * 2 + panel_rows;
+    at ^= (at >> 7 & 7) << 4; /* of the address itself */
+    uint16_t h;
+    if (view >> 62 != 1 || at + 2 > EMU_SHARED_BYTES)
+        abort();
+    memcpy(&h, emu_shared + at, 2);
+    return krn_f16_to_f32(h);
+}
+
+static inline void wg_product(float (&d)[64], uint64_t a, uint64_t b, int add)
+{
+    const uint32_t lane = emu_lane(), row0 = emu_thread.x / 32 % 4 * 16 + lane / 4;
+    for (uint32_t i = 0; i < 64; i++) {
+        const uint32_t row = row0 + (i & 2) * 4, col = i / 4 * 8 + lane % 4 * 2 + (i & 1);
+        float sum = 0;
+        for (uint32_t k = 0; k < 16; k++)
+            sum += emu_viewed(a, row, k, 0) * emu_viewed(b, col, k, 0);
+        d[i] = add ? d[i] + sum : sum;
+    }
+}
+
+template <int N> static inline void wg_product(float (&d)[N], const uint32_t (&a)[4], uint64_t b)
+{
+    emu_lanes *all = emu_exchange(a, sizeof a, nullptr);
+    const uint32_t lane = emu_lane(), panel = (b >> 16 & 0x3fff) << 4;
+    float A[2][16];
+    for (uint32_t k = 0; k < 16; k++)
+        for (uint32_t h = 0; h < 2; h++) {
+            uint32_t w[4];
+            memcpy(w, (*all)[lane / 4 * 4 + k % 8 / 2], sizeof w);
+            A[h][k] = krn_f16_to_f32((uint16_t)(w[k / 8 * 2 + h] >> 16 * (k & 1)));
+        }
+    for (uint32_t i = 0; i < N; i++) {
+        const uint32_t col = i / 4 * 8 + lane % 4 * 2 + (i & 1);
+        float sum = 0;
+        for (uint32_t k = 0; k < 16; k++)
+            sum += A[i >> 1 & 1][k] * emu_viewed(b, k, col % 64, col / 64 * panel);
+        d[i] += sum;
+    }
+}
+
+static inline void wg_begin() {}
+static inline void wg_commit() {}
+template <int N> static inline void wg_wait() {}
+template <int N> static inline void wg_pin(float (&)[N]) {}
+static inline void products_see() {}
+
+/* In shared memory: phases gone by, arrivals of a phase, arrivals missing. */
+struct emu_barrier_state {
+    uint32_t phase;
+    uint16_t arrivals, missing;
+};
+static inline emu_barrier_state *emu_barrier_at(uint32_t barrier)
+{
+    if (barrier % 8 || barrier + 8 > EMU_SHARED_BYTES)
+        abort();
+    return (emu_barrier_state *)(emu_shared + barrier);
+}
+static inline void barrier_init(uint32_t barrier, uint32_t arrivals)
+{
+    *emu_barrier_at(barrier) = {0, (uint16_t)arrivals, (uint16_t)arrivals};
+}
+static inline void barrier_arrive(uint32_t barrier)
+{
+    emu_barrier_state *b = emu_barrier_at(barrier);
+    if (--b->missing == 0) {
+        b->missing = b->arrivals;
+        b->phase++;
+    }
+}
+static inline bool barrier_passed(uint32_t barrier, uint32_t parity)
+{
+    return (emu_barrier_at(barrier)->phase & 1) != parity;
+}
+static inline void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+    while (!barrier_passed(barrier, parity))
+        emu_yield();
+}
+
+static inline void turn_wait(uint32_t id, uint32_t threads)
+{
+    emu_turn(id, threads, true);
+}
+static inline void turn_give(uint32_t id, uint32_t threads)
+{
+    emu_turn(id, threads, false);
+}
+template <int N> static inline void registers_take() {}
+template <int N> static inline void registers_give() {}
+
+#endif
