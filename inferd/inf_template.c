@@ -486,3 +486,41 @@ size_t inf_template_stops(const struct inf_template *t, const struct inf_tokeniz
     }
     return n;
 }
+
+/* The token that the model wants in front of everything, or -1. */
+static int32_t bos_of(struct inf_tokenizer *tok)
+{
+    struct inf_ids one = {0};
+    int32_t bos = inf_tokenizer_encode(tok, "", 0, INF_ENCODE_BOS, NULL, &one) || !one.n ? -1 : one.ids[0];
+    inf_ids_clear(&one);
+    return bos;
+}
+
+int inf_template_encode(struct inf_tokenizer *tok, const struct inf_template_text *text, size_t from,
+                        struct shm_error *err, struct inf_ids *ret_ids)
+{
+    struct inf_ids ids = {0};
+    size_t n = 0, n_before = ret_ids->n;
+    if (from > text->n_bytes)
+        return shm_error_set(err, EINVAL, "chat template: byte %zu of a text of %zu; report this", from,
+                             text->n_bytes);
+    struct inf_span *spans = malloc((text->n_pieces + 1) * sizeof *spans);
+    if (!spans)
+        return shm_error_set(err, ENOMEM, "chat template: no memory for %zu pieces; free some",
+                             text->n_pieces);
+    for (size_t i = 0; i < text->n_pieces; i++)
+        if (text->pieces[i].end > from)
+            spans[n++] = (struct inf_span){text->pieces[i].end - from, text->pieces[i].from_template};
+    int rc = inf_tokenizer_encode_spans(tok, text->n_bytes ? text->bytes + from : "", spans, n, 0, err, &ids);
+    int32_t bos = rc || from ? -1 : bos_of(tok);
+    if (bos >= 0 && (!ids.n || ids.ids[0] != bos))
+        rc = inf_ids_append(ret_ids, &bos, 1);
+    if (!rc)
+        rc = inf_ids_append(ret_ids, ids.ids, ids.n);
+    if (rc)
+        ret_ids->n = n_before;
+    free(spans);
+    inf_ids_clear(&ids);
+    return rc == -ENOMEM ? shm_error_set(err, ENOMEM, "chat template: no memory for the tokens; free some")
+                         : rc;
+}

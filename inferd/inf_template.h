@@ -119,7 +119,8 @@ struct inf_parse_events {
     /* A run of text; never empty, whole characters where the input is. 0, or a negative errno that ends the
      * parse. */
     int (*on_text)(void *ctx, enum inf_part part, const char *text, size_t len);
-    /* A whole call; call->arguments is valid JSON of an object, call->id NULL. Lives during the call. */
+    /* A whole call; call->arguments is the JSON text of an object; call->id NULL where the model gave none.
+     */
     int (*on_call)(void *ctx, const struct inf_tool_call *call);
 };
 
@@ -148,7 +149,7 @@ struct inf_template_answer {
     size_t content_bytes;
     char *reasoning; /* likewise */
     size_t reasoning_bytes;
-    struct inf_tool_call *calls; /* strings owned, id NULL */
+    struct inf_tool_call *calls; /* strings owned */
     size_t n_calls;
 };
 

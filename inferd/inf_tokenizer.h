@@ -85,6 +85,19 @@ enum inf_encode_flags {
 int inf_tokenizer_encode(struct inf_tokenizer *tok, const char *text, size_t len, unsigned flags,
                          struct shm_error *err, struct inf_ids *ret_ids);
 
+/* A text in parts: part i ends at spans[i].end (bytes, ascending, the last one
+ * is the text's length), the first starts at 0. */
+struct inf_span {
+    size_t end;
+    bool special; /* as INF_ENCODE_SPECIAL, for tokens that lie wholly inside */
+};
+
+/* The same with the flag given part by part; what lies between two special
+ * tokens is split as one text, whatever parts it has. */
+int inf_tokenizer_encode_spans(struct inf_tokenizer *tok, const char *text, const struct inf_span *spans,
+                               size_t n_spans, unsigned flags, struct shm_error *err,
+                               struct inf_ids *ret_ids);
+
 /* The bytes of one token (maybe part of a UTF-8 sequence, not
  * NUL-terminated; control tokens give their written form). Lives as long as the tokenizer.
  * 0 or -ERANGE. */

@@ -248,21 +248,22 @@ static int32_t special_at(const struct inf_tokenizer *tok, const char *text, siz
     return -1;
 }
 
-int inf_tokenizer_encode(struct inf_tokenizer *tok, const char *text, size_t len, unsigned flags,
-                         struct shm_error *err, struct inf_ids *ret_ids)
+int inf_tokenizer_encode_spans(struct inf_tokenizer *tok, const char *text, const struct inf_span *spans,
+                               size_t n_spans, unsigned flags, struct shm_error *err, struct inf_ids *ret_ids)
 {
-    size_t n_before = ret_ids->n, plain = 0;
+    size_t n_before = ret_ids->n, plain = 0, at = 0, len = n_spans ? spans[n_spans - 1].end : 0;
     int rc = 0;
     if (len > TEXT_BYTES_MAX)
         return shm_error_set(err, E2BIG, "text: %zu bytes, at most 1 GiB can be read; shorten it", len);
     pthread_mutex_lock(&tok->lock);
     if ((flags & INF_ENCODE_BOS) && tok->add_bos)
         rc = push(ret_ids, tok->bos_id);
-    if (flags & INF_ENCODE_SPECIAL) {
-        for (size_t at = 0; at < len && !rc;) {
+    for (size_t i = 0; i < n_spans; at = spans[i++].end) {
+        while (spans[i].special && at < spans[i].end && !rc) {
             size_t n = 0;
-            int32_t id =
-                tok->special_first[(unsigned char)text[at]] ? special_at(tok, text + at, len - at, &n) : -1;
+            int32_t id = tok->special_first[(unsigned char)text[at]]
+                             ? special_at(tok, text + at, spans[i].end - at, &n)
+                             : -1;
             if (id < 0) {
                 at++;
                 continue;
@@ -287,4 +288,11 @@ int inf_tokenizer_encode(struct inf_tokenizer *tok, const char *text, size_t len
     return rc == -ENOMEM
                ? shm_error_set(err, ENOMEM, "text: no memory to split %zu bytes; free some", len)
                : shm_error_set(err, -rc, "text: %zu bytes are too hard to split into words; shorten it", len);
+}
+
+int inf_tokenizer_encode(struct inf_tokenizer *tok, const char *text, size_t len, unsigned flags,
+                         struct shm_error *err, struct inf_ids *ret_ids)
+{
+    const struct inf_span all = {.end = len, .special = flags & INF_ENCODE_SPECIAL};
+    return inf_tokenizer_encode_spans(tok, text, &all, 1, flags, err, ret_ids);
 }
