@@ -134,6 +134,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
                                         .watchdog_ns = o->watchdog_ns,
                                         .batch = o->batch,
                                         .trace = o->trace,
+                                        .trace_file = o->trace_file,
                                         .wake_fd = d->wake_fd};
     struct exd_session *session;
     int rc = exd_session_open(&config, request, d->sessions + 1, &session, err);

@@ -252,6 +252,8 @@ static bool run_stream(struct exd_issuer *i)
     }
     exd_stream_end(i->stream, result, STOP_DRAIN_NS, i->config.trace ? i->name : NULL);
     finish(i, result, &err);
+    if (i->config.trace_file)
+        exd_stream_trace_write(i->stream, i->config.trace_file);
     if (!keep && !atomic_load(&i->stop)) /* a stop is no fault of the worker */
         i->config.fault(i->config.ctx, shm_error_text(&err));
     return keep;

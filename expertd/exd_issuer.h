@@ -33,9 +33,10 @@ struct exd_issuer_config {
     struct shm_geometry geometry;   /* checked private copy */
     struct krn_link *link;
     struct exd_stream_settings settings;
-    uint64_t watchdog_ns; /* longest wait without progress; 0: 60 s */
-    bool trace;           /* one line per chunk on stderr */
-    const char *name;     /* worker's, for messages; copied */
+    uint64_t watchdog_ns;   /* longest wait without progress; 0: 60 s */
+    bool trace;             /* one line per chunk on stderr */
+    const char *trace_file; /* what each stream did is appended to it (exd_trace.h); NULL: not. Borrowed */
+    const char *name;       /* worker's, for messages; copied */
     /* Called from the issuer's thread, once; the line is one sentence. Must not stop the issuer itself. */
     void (*fault)(void *ctx, const char *line);
     void *ctx;

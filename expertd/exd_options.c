@@ -30,6 +30,7 @@ enum key {
     KEY_PIN,
     KEY_NO_KEEP,
     KEY_TRACE,
+    KEY_TRACE_FILE,
     KEY_WATCHDOG,
     KEY_BATCH,
     KEY_DRAIN,
@@ -72,6 +73,8 @@ static const struct argp_option option_table[] = {
     {"io-depth", KEY_IO_DEPTH, "N", 0, "Reads in flight (default: 16)", 3},
     {NULL, 0, NULL, 0, "Running:", 4},
     {"trace", KEY_TRACE, NULL, 0, "One line per chunk", 4},
+    {"trace-file", KEY_TRACE_FILE, "FILE", 0, "Append what each chunk's copies did when, for tools/timeline",
+     4},
     {"drain-ms", KEY_DRAIN, "MS", 0, "Time for running streams after SIGTERM or SIGINT (default: 5000)", 4},
     {"log-level", KEY_LOG_LEVEL, "error|warning|info|debug", 0, "Least important lines shown (default: info)",
      4},
@@ -156,6 +159,9 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
         return 0;
     case KEY_TRACE:
         o->trace = true;
+        return 0;
+    case KEY_TRACE_FILE:
+        o->trace_file = arg;
         return 0;
     case KEY_WATCHDOG:
         rc = parse_u32("--watchdog-ms", arg, 10, 3600000, &ms, err);

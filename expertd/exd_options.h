@@ -26,6 +26,7 @@ struct exd_options {
     uint32_t io_depth; /* 0: default */
     enum exd_pin pin;
     bool keep, trace, quiet;
+    const char *trace_file;
     uint64_t watchdog_ns; /* 0: the issuer's default */
     uint32_t batch;       /* copies in one call of a GPU's driver; 0: the link's default */
     uint32_t drain_ms;    /* on SIGTERM and SIGINT */

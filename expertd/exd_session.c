@@ -211,6 +211,7 @@ static int start_threads(struct exd_session *s, const struct exd_session_config 
                                        .settings = config->stream,
                                        .watchdog_ns = config->watchdog_ns,
                                        .trace = config->trace,
+                                       .trace_file = config->trace_file,
                                        .name = s->name,
                                        .fault = on_fault,
                                        .ctx = s};

@@ -29,7 +29,8 @@ struct exd_session_config {
     uint64_t watchdog_ns;
     uint32_t batch; /* copies handed to a GPU's driver in one call; 0: the link's default */
     bool trace;
-    int wake_fd; /* eventfd: written from other threads when a session has faulted or is closed */
+    const char *trace_file; /* NULL: none */
+    int wake_fd;            /* eventfd: written from other threads when a session has faulted or is closed */
 };
 
 /* Checks every field of the request and both segments, maps them, starts link and issuer. number: not 0.

@@ -2,6 +2,8 @@
 #include "expertd/exd_stream.h"
 
 #include "expertd/exd_log.h"
+#include "expertd/exd_trace.h"
+#include "expertd/exd_trust.h"
 #include "shm/shm_word.h"
 
 #include <errno.h>
@@ -9,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define TOKENS_MAX (1u << 24) /* of a chunk: far past any context */
 
@@ -25,10 +28,13 @@ struct exd_stream {
     bool *published;
     uint32_t *expected_row; /* [experts], of the layer named next */
     uint32_t expected_layer;
-    uint32_t expected_from; /* enum expectation */
+    enum exd_expectation expected_from;
+    uint32_t sure;                 /* of that row */
+    struct exd_trust_counts trust; /* how right they were, over the worker's life */
+    struct exd_trace *trace;       /* NULL: none */
 
     uint64_t seq, group_base, groups;
-    uint64_t landed_base, released, signalled;
+    uint64_t landed_base, landed, released, signalled, cpu_ns;
     uint32_t flags, published_layers;
     struct exd_stream_plan plan;
     uint64_t bytes;
@@ -58,13 +64,19 @@ static uint64_t env_released(void *ctx)
                           s->name, released, s->seq, s->signalled, s->released);
         return s->released;
     }
+    exd_trace_event(s->trace, EXD_TRACE_RELEASED, released);
     return s->released = released;
 }
 
 static uint64_t env_landed(void *ctx)
 {
     struct exd_stream *s = ctx;
-    return krn_link_landed(s->link) - s->landed_base;
+    uint64_t landed = krn_link_landed(s->link) - s->landed_base;
+    if (landed != s->landed) {
+        s->landed = landed;
+        exd_trace_event(s->trace, EXD_TRACE_LANDED, landed);
+    }
+    return landed;
 }
 
 static const struct shm_mask *env_published(void *ctx, uint32_t layer)
@@ -85,6 +97,10 @@ static const struct shm_mask *env_published(void *ctx, uint32_t layer)
     s->routed[layer] = mask;
     s->published[layer] = true;
     s->published_layers++;
+    exd_trace_layer(s->trace, layer, route->published_ns);
+    if (s->expected_layer == layer) /* what it was issued by, against what came */
+        exd_trust_learn(&s->trust, s->expected_from, s->expected_row, &mask, &s->resident[layer],
+                        s->geometry.experts);
     return &s->routed[layer];
 }
 
@@ -92,33 +108,34 @@ static const struct shm_mask *env_published(void *ctx, uint32_t layer)
  * is published; nothing at all until then, if one will come (no blind copy is as good as waiting for it:
  * ahead of the prediction only the ring's length would limit the waste); else this conversation's recent
  * counts. */
-enum expectation { EXPECT_NOTHING, EXPECT_RECENT, EXPECT_PREDICTION };
-
-static enum expectation expectation_of(struct exd_stream *s, uint32_t layer)
+static enum exd_expectation expectation_of(struct exd_stream *s, uint32_t layer)
 {
     if (s->plan.order != SHM_ORDER_PREDICTED || !(s->flags & SHM_STREAM_PREDICTS))
-        return EXPECT_RECENT;
-    return layer == 0 || env_published(s, layer - 1) ? EXPECT_PREDICTION : EXPECT_NOTHING;
+        return EXD_EXPECT_RECENT;
+    if (s->flags & SHM_STREAM_KNOWN)
+        return EXD_EXPECT_KNOWN;
+    return layer == 0 || env_published(s, layer - 1) ? EXD_EXPECT_PREDICTION : EXD_EXPECT_NOTHING;
 }
 
 /* A layer's row is copied when it is first asked for, and once more when the
  * prediction for it appears. Any values are legal: they only order. */
-static const uint32_t *env_expected(void *ctx, uint32_t layer, bool *ret_confident)
+static const uint32_t *env_expected(void *ctx, uint32_t layer, struct exd_trust *ret_trust)
 {
     struct exd_stream *s = ctx;
-    enum expectation from = expectation_of(s, layer);
+    enum exd_expectation from = expectation_of(s, layer);
     if (s->expected_layer != layer || s->expected_from != from) {
         size_t row = (size_t)layer * s->geometry.experts,
                bytes = s->geometry.experts * sizeof *s->expected_row;
-        if (from == EXPECT_NOTHING)
+        if (from == EXD_EXPECT_NOTHING)
             memset(s->expected_row, 0, bytes);
         else
             memcpy(s->expected_row,
-                   (from == EXPECT_PREDICTION ? s->control.predicted : s->control.recent) + row, bytes);
+                   (from == EXD_EXPECT_RECENT ? s->control.recent : s->control.predicted) + row, bytes);
         s->expected_layer = layer;
         s->expected_from = from;
+        s->sure = exd_trust_sure(&s->trust, from);
     }
-    *ret_confident = from != EXPECT_RECENT;
+    *ret_trust = (struct exd_trust){.confident = from != EXD_EXPECT_RECENT, .sure = s->sure};
     return s->expected_row;
 }
 
@@ -141,15 +158,15 @@ static void env_decide(void *ctx, uint32_t layer, uint32_t expert, uint32_t stat
 }
 
 static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
-                     uint64_t group)
+                     uint64_t group, bool certain)
 {
     struct exd_stream *s = ctx;
     uint64_t bytes = s->arena->layers[layer].blob_bytes;
-    bool certain = s->published[layer] || s->plan.policy == SHM_POLICY_FULL;
     int rc = krn_link_copy(s->link, (uint64_t)slot * s->geometry.slot_bytes,
                            shm_arena_blob(s->arena, layer, expert), bytes, certain);
     if (rc)
         return rc;
+    exd_trace_entry(s->trace, layer, expert, group, certain);
     s->bytes += bytes;
     shm_mask_set(&s->issued[layer], expert);
     /* relaxed: for tools only */
@@ -165,6 +182,7 @@ static int env_signal(void *ctx, uint64_t groups)
 {
     struct exd_stream *s = ctx;
     s->signalled = groups;
+    exd_trace_event(s->trace, EXD_TRACE_SIGNALLED, groups);
     return krn_link_signal(s->link, s->group_base + groups);
 }
 
@@ -181,6 +199,7 @@ struct exd_stream *exd_stream_new(const struct shm_arena_view *arena, const stru
     s->geometry = *g;
     s->link = link;
     s->name = name;
+    exd_trust_begin(&s->trust);
     s->walk = exd_walk_new(g->layers, g->experts, g->ring);
     s->resident = calloc(g->layers, sizeof *s->resident);
     s->routed = calloc(g->layers, sizeof *s->routed);
@@ -203,6 +222,7 @@ void exd_stream_free(struct exd_stream **stream)
     free(s->issued);
     free(s->published);
     free(s->expected_row);
+    exd_trace_free(&s->trace);
     free(s);
     *stream = NULL;
 }
@@ -248,6 +268,13 @@ static int check_descriptor(struct exd_stream *s, const struct shm_descriptor *d
     return 0;
 }
 
+static uint64_t cpu_now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
 int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
                      const struct exd_stream_settings *settings, struct exd_stream_plan *ret_plan,
                      struct shm_error *err)
@@ -256,7 +283,8 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->seq = seq;
     s->group_base = group_base;
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
-    s->released = s->signalled = s->bytes = 0;
+    s->released = s->signalled = s->bytes = s->landed = 0;
+    s->cpu_ns = cpu_now_ns();
     s->published_layers = 0;
     s->expected_layer = UINT32_MAX;
     s->violation = (struct shm_error){0};
@@ -300,6 +328,18 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     if (rc)
         return rc;
 
+    struct exd_trace_head head = {.layers = g->layers,
+                                  .experts = g->experts,
+                                  .groups_per_layer = g->groups_per_layer,
+                                  .ring = g->ring,
+                                  .tokens = d.tokens,
+                                  .policy = s->plan.policy,
+                                  .order = s->plan.order,
+                                  .depth = s->plan.depth,
+                                  .seq = seq};
+    snprintf(head.name, sizeof head.name, "%s", s->name);
+    exd_trace_begin(s->trace, &head);
+
     struct shm_worker *w = worker(s); /* for tools: relaxed */
     atomic_store_explicit(&w->policy, s->plan.policy, memory_order_relaxed);
     atomic_store_explicit(&w->order, s->plan.order, memory_order_relaxed);
@@ -315,7 +355,10 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
 
 enum exd_step exd_stream_step(struct exd_stream *s)
 {
-    return exd_walk_step(s->walk);
+    enum exd_step step = exd_walk_step(s->walk);
+    if (step != EXD_STEP_AGAIN)
+        exd_trace_event(s->trace, EXD_TRACE_WAIT, step);
+    return step;
 }
 
 bool exd_stream_consumed(struct exd_stream *s)
@@ -459,13 +502,24 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
         .span_ns = link.first_ns ? link.last_ns - link.first_ns : 0,
         .wait_ns = atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed),
         .outstanding_max = c.outstanding_max,
+        .cpu_ns = cpu_now_ns() - s->cpu_ns,
     };
     count_waste(s, &r);
     shm_report_write(worker(s), &r);
     add_totals(&worker(s)->totals, &r);
+    exd_trace_end(s->trace, result);
     atomic_store_explicit(&worker(s)->landed_entries, c.issued, memory_order_relaxed);
     if (trace)
         trace_line(trace, &r);
+}
+
+void exd_stream_trace_write(struct exd_stream *s, const char *path)
+{
+    if (!s->trace)
+        s->trace =
+            exd_trace_new(s->geometry.layers, s->geometry.experts); /* the streams before it had none */
+    else
+        exd_trace_write(s->trace, path);
 }
 
 uint64_t exd_stream_end_group(const struct exd_stream *s)

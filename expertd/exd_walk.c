@@ -92,9 +92,15 @@ static uint64_t outstanding(const struct exd_walk *w)
     return w->counts.issued - w->env.landed(w->env.ctx);
 }
 
-static bool depth_free(const struct exd_walk *w)
+/* Room on the link for one more copy. */
+static bool room(const struct exd_walk *w, bool certain)
 {
-    return outstanding(w) < w->config.depth + (EXD_MUTANT(SIM_MUTANT_DEPTH_PLUS_ONE) ? 1 : 0);
+    uint64_t limit = w->config.depth;
+    if (certain && limit < EXD_WALK_CERTAIN_MAX)
+        limit = EXD_WALK_CERTAIN_MAX + (EXD_MUTANT(SIM_MUTANT_CERTAIN_PLUS_ONE) ? 1 : 0);
+    else if (!certain && w->config.order != SHM_ORDER_INDEX && limit > EXD_WALK_BLIND_MAX)
+        limit = EXD_WALK_BLIND_MAX + (EXD_MUTANT(SIM_MUTANT_BLIND_PLUS_ONE) ? 1 : 0);
+    return outstanding(w) < limit + (EXD_MUTANT(SIM_MUTANT_DEPTH_PLUS_ONE) ? 1 : 0);
 }
 
 static enum exd_step fail(struct exd_walk *w, int status)
@@ -176,7 +182,7 @@ static void drop(struct exd_walk *w, uint32_t e)
     w->env.decide(w->env.ctx, w->layer, e, SHM_ENTRY_DROPPED, 0, 0);
 }
 
-static enum exd_step issue(struct exd_walk *w, uint32_t e)
+static enum exd_step issue(struct exd_walk *w, uint32_t e, bool certain)
 {
     uint32_t slot = (uint32_t)(w->entry % w->config.ring);
     uint64_t group = first_group(w) + w->group;
@@ -192,7 +198,7 @@ static enum exd_step issue(struct exd_walk *w, uint32_t e)
     if (EXD_MUTANT(SIM_MUTANT_SIGNAL_BEFORE_COPY) && w->in_group + 1 == w->config.group_entries &&
         (rc = signal_to(w, group + 1)))
         return fail(w, rc);
-    rc = w->env.issue(w->env.ctx, w->layer, e, w->entry, slot, group);
+    rc = w->env.issue(w->env.ctx, w->layer, e, w->entry, slot, group, certain);
     if (rc)
         return fail(w, rc);
     w->counts.issued++;
@@ -227,7 +233,7 @@ static enum exd_step step_full(struct exd_walk *w)
         return EXD_STEP_WAIT_SLOT;
     if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
-    return issue(w, e);
+    return issue(w, e, true);
 }
 
 /* Routed by index: a dropped entry keeps its number, so entry k has the slot
@@ -261,11 +267,11 @@ static enum exd_step step_index(struct exd_walk *w)
         return EXD_STEP_WAIT_PUBLISH;
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
-    if (!depth_free(w))
+    if (!room(w, routed != NULL))
         return EXD_STEP_WAIT_DEPTH;
     if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
-    return issue(w, e);
+    return issue(w, e, routed != NULL);
 }
 
 /* Highest expected use among the undecided; lowest id on ties and without
@@ -313,17 +319,19 @@ static enum exd_step step_expected(struct exd_walk *w)
         return EXD_STEP_WAIT_PUBLISH;
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
-    if (!depth_free(w) ||
-        (!routed && outstanding(w) >= EXD_WALK_BLIND_MAX + (EXD_MUTANT(SIM_MUTANT_BLIND_PLUS_ONE) ? 1 : 0)))
-        return EXD_STEP_WAIT_DEPTH;
-    bool confident = false;
-    const uint32_t *expected = w->env.expected(w->env.ctx, w->layer, &confident);
+    struct exd_trust trust = {.sure = UINT32_MAX};
+    const uint32_t *expected = w->env.expected(w->env.ctx, w->layer, &trust);
     uint32_t e = choose(w, expected);
-    if (!routed && confident && expected && expected[e] == 0 && !EXD_MUTANT(SIM_MUTANT_BLIND_UNEXPECTED))
+    bool certain =
+        routed || (expected && expected[e] >= trust.sure) || EXD_MUTANT(SIM_MUTANT_GUESS_IS_CERTAIN);
+    if (!routed && trust.confident && expected && expected[e] == 0 &&
+        !EXD_MUTANT(SIM_MUTANT_BLIND_UNEXPECTED))
         return EXD_STEP_WAIT_PUBLISH;
+    if (!room(w, certain))
+        return EXD_STEP_WAIT_DEPTH;
     if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
-    return issue(w, e);
+    return issue(w, e, certain);
 }
 
 static int bad_config(struct shm_error *err, const char *field, uint64_t value)

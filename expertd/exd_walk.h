@@ -11,8 +11,14 @@
  * all; routed drops what the gate (the published routing set) shows to be
  * without a token, and looks at it again at every step, so that no decision
  * outlives a wait; demand (below the floor) is routed without a copy ahead of
- * the gate. What bounds the copies outstanding ahead of it: depth, and under
- * recent and predicted EXD_WALK_BLIND_MAX.
+ * the gate.
+ *
+ * What bounds the copies outstanding: depth is for guesses, as what is on the
+ * link can't be taken back; under recent and predicted EXD_WALK_BLIND_MAX
+ * bounds them too. What is certain (the layer is published and the expert
+ * routed), or as good as that (expected by so many tokens that such an
+ * expectation was never wrong), is issued up to EXD_WALK_CERTAIN_MAX ahead, so
+ * that a link can take it in large batches and never waits for the issuer.
  *
  * Orders: index numbers entries as in the file, dropped ones included, so
  * entry k has the same slot under both policies; recent and predicted choose
@@ -42,6 +48,13 @@ enum exd_step {
 
 const char *exd_step_name(enum exd_step step);
 
+/* How far an expectation can be relied on. */
+struct exd_trust {
+    bool
+        confident; /* an expert with 0 is not worth a blind copy: the walk rather waits for the publication */
+    uint32_t sure; /* so many expected tokens are as good as a published routing set; UINT32_MAX: none are */
+};
+
 /* The world as the walk sees it. Each call returns at once. Group numbers are
  * relative to the stream: layer * groups_per_layer + group. */
 struct exd_walk_env {
@@ -52,15 +65,15 @@ struct exd_walk_env {
     uint64_t (*landed)(void *ctx);
     /* The layer's routing set once published (a private copy that no peer can change any more), else NULL. */
     const struct shm_mask *(*published)(void *ctx, uint32_t layer);
-    /* Expected tokens per expert of a layer, or NULL. Any values; read anew at each choice. Confident: an
-     * expert with 0 is not worth a blind copy, the walk rather waits for the publication. */
-    const uint32_t *(*expected)(void *ctx, uint32_t layer, bool *ret_confident);
+    /* Expected tokens per expert of a layer, or NULL. Any values; read anew at each choice. */
+    const uint32_t *(*expected)(void *ctx, uint32_t layer, struct exd_trust *ret_trust);
     /* Is the blob in the arena? */
     bool (*loaded)(void *ctx, uint32_t layer, uint32_t expert);
     /* Writes the slot-table entry of an expert: SHM_ENTRY_* with the group within the layer and slot. */
     void (*decide)(void *ctx, uint32_t layer, uint32_t expert, uint32_t state, uint32_t group, uint32_t slot);
-    /* Enqueues the copy. Returns 0 or a negative errno. */
-    int (*issue)(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot, uint64_t group);
+    /* Enqueues the copy; certain: no guess, more like it may follow. Returns 0 or a negative errno. */
+    int (*issue)(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot, uint64_t group,
+                 bool certain);
     /* Enqueues the signal "groups below `groups` have landed". Returns 0 or a negative errno. */
     int (*signal)(void *ctx, uint64_t groups);
 };
@@ -69,7 +82,7 @@ struct exd_walk_config {
     uint32_t layers, experts, ring, group_entries, groups_per_layer;
     uint32_t policy;                 /* SHM_POLICY_FULL, _ROUTED or _DEMAND */
     uint32_t order;                  /* SHM_ORDER_INDEX, _RECENT or _PREDICTED */
-    uint32_t depth;                  /* >= 1; routed and demand only */
+    uint32_t depth;                  /* of guesses, >= 1; routed and demand only */
     const struct shm_mask *resident; /* [layers], private to expertd, valid during the stream */
 };
 
@@ -77,6 +90,9 @@ struct exd_walk_config {
  * is published. What is on the link can't be taken back, and a few keep it
  * busy; under index depth alone decides. */
 #define EXD_WALK_BLIND_MAX 4u
+/* Most copies outstanding when a certain one is issued, or depth if that is more: two batches of a link, so
+ * that one is under way while the next is made up. Not the whole ring: a cancelled stream waits for them. */
+#define EXD_WALK_CERTAIN_MAX 32u
 
 struct exd_walk_counts {
     uint64_t entries, issued, dropped, signals;

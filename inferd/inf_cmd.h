@@ -12,6 +12,7 @@ int inf_cmd_run(int argc, char **argv);
 int inf_cmd_chat(int argc, char **argv);
 int inf_cmd_logits(int argc, char **argv);
 int inf_cmd_tokenize(int argc, char **argv);
+int inf_cmd_measure(int argc, char **argv);
 
 /* Set by SIGINT and SIGTERM; a second signal while it is set ends the process. */
 extern _Atomic bool inf_cancel;

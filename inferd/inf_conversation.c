@@ -50,6 +50,30 @@ void inf_conversation_truncate(struct inf_conversation *c, uint32_t n)
         c->n = n; /* the keys behind it are written over before they are read */
 }
 
+int inf_conversation_mark(const struct inf_conversation *c, struct inf_mark *mark)
+{
+    size_t bytes = sizeof *c->recent * c->layers * c->experts;
+    uint32_t *recent = mark->recent ? mark->recent : malloc(bytes);
+    if (!recent)
+        return -ENOMEM;
+    memcpy(recent, c->recent, bytes);
+    *mark = (struct inf_mark){.n = c->n, .recent_tokens = c->recent_tokens, .recent = recent};
+    return 0;
+}
+
+void inf_conversation_rewind(struct inf_conversation *c, const struct inf_mark *mark)
+{
+    inf_conversation_truncate(c, mark->n);
+    memcpy(c->recent, mark->recent, sizeof *c->recent * c->layers * c->experts);
+    c->recent_tokens = mark->recent_tokens;
+}
+
+void inf_mark_clear(struct inf_mark *mark)
+{
+    free(mark->recent);
+    *mark = (struct inf_mark){0};
+}
+
 /* Adds the chunk's routing to the recent counts. */
 static void remember(struct inf_conversation *c, uint32_t tokens)
 {
@@ -86,6 +110,7 @@ void inf_stream_sum_add(struct inf_stream_sum *sum, const struct inf_chunk *chun
     sum->link_ns += r->link_ns;
     sum->span_ns += r->span_ns;
     sum->wait_ns += r->wait_ns;
+    sum->cpu_ns += r->cpu_ns;
 }
 
 /* The caller's callbacks, seen from inside a pass. */
@@ -135,8 +160,8 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
                             .first_logit = tokens,
                             .ctx = &relay};
     /* Predictions cost a router a layer: only where they are used. */
-    pass.predict =
-        set->order == SHM_ORDER_PREDICTED && set->policy == SHM_POLICY_ROUTED && tokens >= set->floor;
+    pass.predict = set->order == SHM_ORDER_PREDICTED && set->policy == SHM_POLICY_ROUTED &&
+                   tokens >= set->floor && !o->known;
     if (o->on_logits && o->logits == INF_LOGITS_ALL)
         pass.first_logit = 0;
     else if (o->on_logits && o->logits == INF_LOGITS_LAST && last)
@@ -151,6 +176,7 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
     int rc = e->model->arch->embed(e->device, &pass, err);
     if (!rc && pass.predict)
         rc = e->device->ops->predict_first(e->device, &pass, &predicted, err);
+    inf_stream_know(pass.stream, o->known);
     if (!rc)
         rc = inf_stream_begin(pass.stream, tokens, c->n, predicted, c->recent, err);
     if (rc)
@@ -187,6 +213,9 @@ int inf_read(struct inf_engine *e, struct inf_conversation *c, const int32_t *id
             return shm_error_set(err, EINVAL, "token %d is not in the vocabulary of %u", ids[i],
                                  e->model->hparams.vocab);
     size_t chunks = (n + e->chunk - 1) / e->chunk;
+    if (o->known && chunks > 1)
+        return shm_error_set(err, EINVAL, "the routing of %zu tokens cannot be told ahead: the chunk is %u",
+                             n, e->chunk);
     for (size_t i = 0, done = 0; i < chunks; i++) {
         size_t rest = n - done;
         uint32_t tokens = (uint32_t)((rest + (chunks - i) - 1) / (chunks - i));

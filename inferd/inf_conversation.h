@@ -37,6 +37,18 @@ void inf_conversation_destroy(struct inf_conversation **conversation);
 /* Forgets all but the first n tokens (n <= conversation->n). */
 void inf_conversation_truncate(struct inf_conversation *conversation, uint32_t n);
 
+/* Where a conversation can be taken back to, recent routing included, however often. */
+struct inf_mark {
+    uint32_t n, recent_tokens;
+    uint32_t *recent;
+};
+/* Copies what is needed; an earlier mark in *mark (zero: none) is replaced. 0 or -ENOMEM. */
+int inf_conversation_mark(const struct inf_conversation *conversation, struct inf_mark *mark);
+/* Only while the tokens before the mark are those of then: after reads behind it, not after a truncation
+ * before it. */
+void inf_conversation_rewind(struct inf_conversation *conversation, const struct inf_mark *mark);
+void inf_mark_clear(struct inf_mark *mark);
+
 /* What became of one chunk. */
 struct inf_chunk {
     uint32_t tokens, position;
@@ -48,7 +60,7 @@ struct inf_chunk {
 struct inf_stream_sum {
     uint32_t chunks, tokens_max;
     uint32_t policy, order, depth, ring, held_off;
-    uint64_t routed, entries, copied, dropped, wasted, bytes, wasted_bytes, link_ns, span_ns, wait_ns;
+    uint64_t routed, entries, copied, dropped, wasted, bytes, wasted_bytes, link_ns, span_ns, wait_ns, cpu_ns;
 };
 void inf_stream_sum_add(struct inf_stream_sum *sum, const struct inf_chunk *chunk);
 
@@ -66,6 +78,9 @@ struct inf_read_options {
     void (*on_progress)(void *ctx, double tokens);
     void (*on_chunk)(void *ctx, const struct inf_chunk *chunk);
     void *ctx;
+    /* For measurements: counts [layers][experts] of an earlier identical read of one chunk, told to expertd
+     * before the stream begins (inf_stream_know). NULL: none. */
+    const uint32_t *known;
     /* The ids were written by the model, one by one: a device may compute such tokens another way. */
     bool generated;
 };

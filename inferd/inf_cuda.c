@@ -9,9 +9,10 @@
 #include <string.h>
 #include <sys/prctl.h>
 
-#define BLOCK   (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
-#define PAGE    UINT64_C(4096)
-#define BUSY_NS UINT64_C(50000000)
+#define BLOCK      (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
+#define PAGE       UINT64_C(4096)
+#define BUSY_NS    UINT64_C(50000000)
+#define PEAK_BYTES (UINT64_C(1) << 30)
 
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
 {
@@ -215,6 +216,45 @@ static int cuda_resident_done(struct inf_device *d, const uint8_t *const *table,
     return rc ? krn_cuda_explain(rc, "table of the resident experts", err) : 0;
 }
 
+static int cuda_link_peak(struct inf_device *d, double *ret_gbps, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    uint64_t bytes = PEAK_BYTES;
+    krn_cuda_ptr target = 0;
+    void *source = NULL;
+    int rc = krn_cuda_enter(c->gpu);
+    while (!rc && (rc = KRN_CUDA(mem_alloc, &target, bytes)) && bytes > PEAK_BYTES / 16) {
+        bytes /= 2;
+        rc = 0;
+    }
+    if (rc) {
+        target = 0;
+        goto out;
+    }
+    if ((rc = KRN_CUDA(host_alloc, &source, bytes, KRN_CUDA_HOST_PORTABLE))) {
+        source = NULL;
+        goto out;
+    }
+    memset(source, 0, bytes);
+    double best = 0;
+    for (int i = 0; i < 4 && !rc; i++) {
+        uint64_t start_ns = shm_now_ns();
+        if ((rc = KRN_CUDA(copy_in_async, target, source, bytes, c->stream)) ||
+            (rc = KRN_CUDA(stream_synchronize, c->stream)))
+            break;
+        double gbps = (double)bytes / (double)(shm_now_ns() - start_ns);
+        best = gbps > best ? gbps : best;
+    }
+    if (!rc)
+        *ret_gbps = best;
+out:
+    if (source)
+        krn_cuda.host_free(source);
+    if (target)
+        krn_cuda.mem_free(target);
+    return rc ? krn_cuda_explain(rc, "measuring the link", err) : 0;
+}
+
 static const struct inf_device_ops cuda_ops = {.close = cuda_close,
                                                .ring_open = cuda_ring_open,
                                                .ring_attached = cuda_ring_attached,
@@ -231,6 +271,7 @@ static const struct inf_device_ops cuda_ops = {.close = cuda_close,
                                                .attention = inf_cuda_attention,
                                                .experts = inf_cuda_experts,
                                                .head = inf_cuda_head,
+                                               .link_peak = cuda_link_peak,
                                                .quiesce = inf_cuda_quiesce};
 
 /* ---- open ---- */

@@ -126,6 +126,10 @@ struct inf_device_ops {
     int (*experts)(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err);
     int (*head)(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);
 
+    /* What the link to the device can do, 1e9 bytes/s: the best of a few copies of 1 GiB from pinned memory.
+     * NULL: there is no real link. Blocks for about a second; allocates and gives back. */
+    int (*link_peak)(struct inf_device *d, double *ret_gbps, struct shm_error *err);
+
     /* The stream ended early and expertd writes nothing of it any more: `end_group` is its end. */
     void (*quiesce)(struct inf_device *d, uint64_t end_group);
 };

@@ -281,3 +281,27 @@ int inf_store_attach(struct inf_store *s, uint32_t wait_ms, struct shm_error *er
     int rc = inf_store_find(s, wait_ms, err);
     return rc ? rc : inf_store_join(s, err);
 }
+
+int inf_store_configure(struct inf_store *s, const struct inf_settings *set, struct shm_error *err)
+{
+    if (!s->session)
+        return shm_error_set(err, ESHUTDOWN, "no expertd is attached: start expertd");
+    struct prt_configure_request request = {.session = s->session,
+                                            .policy = set->policy,
+                                            .order = set->order,
+                                            .depth = set->depth,
+                                            .floor = set->floor,
+                                            .link_gbps = set->link_gbps,
+                                            .link_latency_us = set->link_latency_us};
+    struct prt_configure_reply reply;
+    int rc = prt_client_configure(s->client, &request, &reply, err);
+    if (rc)
+        return rc;
+    s->settings = (struct inf_settings){.policy = reply.policy,
+                                        .order = reply.order,
+                                        .depth = reply.depth,
+                                        .floor = reply.floor,
+                                        .link_gbps = reply.link_gbps,
+                                        .link_latency_us = reply.link_latency_us};
+    return 0;
+}

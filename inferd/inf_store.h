@@ -74,6 +74,10 @@ int inf_store_attach(struct inf_store *store, uint32_t wait_ms, struct shm_error
 int inf_store_find(struct inf_store *store, uint32_t wait_ms, struct shm_error *err);
 int inf_store_join(struct inf_store *store, struct shm_error *err);
 
+/* Changes the session's settings from the next stream on: fields as in CONFIGURE, 0 keeps. Call between
+ * streams. */
+int inf_store_configure(struct inf_store *store, const struct inf_settings *settings, struct shm_error *err);
+
 /* Attached, expertd alive, session not given up. */
 bool inf_store_alive(const struct inf_store *store);
 

@@ -17,6 +17,7 @@ struct inf_stream {
     uint64_t groups;     /* of a whole stream */
     uint64_t released;   /* groups, over the worker's life */
     uint64_t wait_ns;
+    const uint32_t *known; /* for the next stream; NULL: nothing */
     bool running, lost;
 };
 
@@ -165,21 +166,29 @@ int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, c
         memcpy(s->c.control.recent, recent, bytes);
     else
         memset(s->c.control.recent, 0, bytes);
-    if (predicted)
+    if (s->known)
+        memcpy(s->c.control.predicted, s->known, bytes);
+    else if (predicted)
         memcpy(s->c.control.predicted, predicted, sizeof *predicted * g->experts);
+    const uint32_t flags = s->known    ? SHM_STREAM_PREDICTS | SHM_STREAM_KNOWN
+                           : predicted ? SHM_STREAM_PREDICTS
+                                       : 0;
+    s->known = NULL;
     s->seq++;
     s->wait_ns = 0;
     s->running = true;
     atomic_store_explicit(&s->w->wait_ns, 0, memory_order_relaxed);
-    s->w->descriptor = (struct shm_descriptor){.seq = s->seq,
-                                               .group_base = s->group_base,
-                                               .tokens = tokens,
-                                               .position = position,
-                                               .flags = predicted ? SHM_STREAM_PREDICTS : 0};
+    s->w->descriptor = (struct shm_descriptor){
+        .seq = s->seq, .group_base = s->group_base, .tokens = tokens, .position = position, .flags = flags};
     /* release, pairs with the issuer's acquire: descriptor, resident, recent, prediction of layer 0 */
     atomic_store_explicit(&s->w->stream_seq, s->seq, memory_order_release);
     shm_bell_ring(&s->w->issuer_bell);
     return 0;
+}
+
+void inf_stream_know(struct inf_stream *s, const uint32_t *counts)
+{
+    s->known = counts;
 }
 
 void inf_stream_publish(struct inf_stream *s, uint32_t layer, const uint32_t *counts,

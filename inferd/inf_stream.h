@@ -48,6 +48,12 @@ void inf_stream_destroy(struct inf_stream **stream);
 int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, const uint32_t *predicted,
                      const uint32_t *recent, struct shm_error *err);
 
+/* For measurements: the next stream to begin is told the counts of all its layers, [layers][experts], as an
+ * earlier identical read had them; such a stream publishes no predictions of its own. Only a hint, like
+ * every prediction: wrong ones cost time and no bits. NULL: takes it back. The memory is read at the begin.
+ */
+void inf_stream_know(struct inf_stream *s, const uint32_t *counts);
+
 /* Makes a layer's routing set visible: counts [experts] (tokens per expert);
  * predicted [experts] for layer + 1, or NULL. Layers in order, each once. Does not block. */
 void inf_stream_publish(struct inf_stream *s, uint32_t layer, const uint32_t *counts,

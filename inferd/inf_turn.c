@@ -275,13 +275,13 @@ void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE
 
 json_t *inf_stream_sum_json(const struct inf_stream_sum *s)
 {
-    return json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:I, s:I, s:I}", "policy",
+    return json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:I, s:I, s:I, s:f}", "policy",
                      shm_policy_name(s->policy), "order", shm_order_name(s->order), "depth",
                      (json_int_t)s->depth, "ring", (json_int_t)s->ring, "entries", (json_int_t)s->entries,
                      "copied", (json_int_t)s->copied, "dropped", (json_int_t)s->dropped, "wasted",
                      (json_int_t)s->wasted, "bytes_copied", (json_int_t)s->bytes, "link_ms", ms(s->link_ns),
                      "wait_ms", ms(s->wait_ns), "bytes_wasted", (json_int_t)s->wasted_bytes, "routed",
-                     (json_int_t)s->routed, "chunks", (json_int_t)s->chunks);
+                     (json_int_t)s->routed, "chunks", (json_int_t)s->chunks, "issuer_cpu_ms", ms(s->cpu_ns));
 }
 
 static json_t *chunks_json(const struct inf_turn *turn)

@@ -13,6 +13,7 @@ static const struct {
     {"chat", "a conversation in the terminal", inf_cmd_chat},
     {"logits", "logits, routing and greedy continuation as JSON, for tests", inf_cmd_logits},
     {"tokenize", "token ids of a text", inf_cmd_tokenize},
+    {"measure", "reads as told on standard input, for expert-bench", inf_cmd_measure},
 };
 #define COMMANDS (sizeof commands / sizeof commands[0])
 
@@ -47,6 +48,6 @@ int main(int argc, char **argv)
         puts("inferd " EXPERTD_VERSION);
         return 0;
     }
-    fprintf(stderr, "inferd: '%s' is no command: run, chat, logits or tokenize\n", argv[1]);
+    fprintf(stderr, "inferd: '%s' is no command: run, chat, logits, tokenize or measure\n", argv[1]);
     return 2;
 }

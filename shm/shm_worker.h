@@ -149,6 +149,7 @@ struct shm_descriptor {
 _Static_assert(sizeof(struct shm_descriptor) == 32, "shared layout");
 
 #define SHM_STREAM_PREDICTS 1u /* the worker publishes predicted counts for the next layer */
+#define SHM_STREAM_KNOWN    2u /* for measurements: predicted holds all layers' counts from the start */
 
 /* What became of one chunk; written by expertd under the generation word.
  * wait_ns is the worker's own (worker.wait_ns), copied. */
@@ -168,7 +169,8 @@ struct shm_report {
     uint64_t span_ns;         /* first issue to last landing */
     uint64_t wait_ns;         /* worker asleep for groups */
     uint64_t outstanding_max; /* most copies issued and not landed */
-    uint64_t reserved[3];
+    uint64_t cpu_ns;          /* of the issuer's thread */
+    uint64_t reserved[2];
 };
 _Static_assert(sizeof(struct shm_report) == 160, "shared layout");
 

@@ -17,33 +17,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define OUTPUT_MAX (64u << 20) /* of inferd --json */
-#define ARGS_MAX   64
-
 extern char **environ;
 
-static volatile sig_atomic_t interrupted;
-static volatile pid_t reader; /* the running inferd */
-
-static void on_signal(int signo)
-{
-    (void)signo;
-    interrupted = 1;
-    if (reader > 0)
-        kill(reader, SIGTERM);
-}
-
-void bench_catch_signals(void)
-{
-    struct sigaction sa = {.sa_handler = on_signal};
-    sigaction(SIGINT, &sa, NULL);
-    sigaction(SIGTERM, &sa, NULL);
-    sigaction(SIGHUP, &sa, NULL);
-}
-
-/* The program beside this one (build tree: ../FOLDER/NAME), else by PATH. */
-static const char *find_program(const char *given, const char *folder, const char *name,
-                                char buffer[PATH_MAX])
+/* The program beside this one (build tree: ../FOLDER/NAME), else by PATH. buffer: PATH_MAX bytes. */
+const char *bench_program(const char *given, const char *folder, const char *name, char *buffer)
 {
     if (given)
         return given;
@@ -61,35 +38,31 @@ static const char *find_program(const char *given, const char *folder, const cha
     return name;
 }
 
-struct args {
-    const char *v[ARGS_MAX];
-    int n;
-};
-
-static void add(struct args *a, const char *value)
+void bench_add(struct bench_args *a, const char *value)
 {
-    if (a->n < ARGS_MAX - 1)
+    if (a->n < BENCH_ARGS_MAX - 1)
         a->v[a->n++] = value;
 }
 
-static void add_option(struct args *a, const char *name, const char *value)
+void bench_add_option(struct bench_args *a, const char *name, const char *value)
 {
     if (value && *value) {
-        add(a, name);
-        add(a, value);
+        bench_add(a, name);
+        bench_add(a, value);
     }
 }
 
-/* Starts a program with stdout and stderr redirected. own_group: a Ctrl-C on the terminal doesn't reach it.
- * 0 or -errno. */
-static int start(const struct args *a, int out, int err_fd, bool own_group, pid_t *ret_pid)
+int bench_spawn(const struct bench_args *a, int in, int out, int err_fd, bool own_group, int *ret_pid)
 {
     posix_spawnattr_t attributes;
     posix_spawnattr_init(&attributes);
     posix_spawnattr_setflags(&attributes, own_group ? POSIX_SPAWN_SETPGROUP : 0);
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+    if (in >= 0)
+        posix_spawn_file_actions_adddup2(&actions, in, 0);
+    else
+        posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
     if (out >= 0)
         posix_spawn_file_actions_adddup2(&actions, out, 1);
     posix_spawn_file_actions_adddup2(&actions, err_fd, 2);
@@ -99,34 +72,9 @@ static int start(const struct args *a, int out, int err_fd, bool own_group, pid_
     return -rc;
 }
 
-static char *read_all(int fd, size_t *ret_bytes)
+void bench_last_line(void *file, char *line, size_t room)
 {
-    char *text = NULL;
-    size_t used = 0, room = 0;
-    for (;;) {
-        if (used == room) {
-            room = room ? 2 * room : 65536;
-            char *grown = room > OUTPUT_MAX ? NULL : realloc(text, room);
-            if (!grown)
-                break;
-            text = grown;
-        }
-        ssize_t n = read(fd, text + used, room - used);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0) {
-            *ret_bytes = used;
-            return text;
-        }
-        used += (size_t)n;
-    }
-    free(text);
-    return NULL;
-}
-
-/* Last line that a program wrote to its error file. */
-static void last_line(FILE *f, char *line, size_t room)
-{
+    FILE *f = file;
     char buffer[1024];
     snprintf(line, room, "no message");
     rewind(f);
@@ -135,127 +83,6 @@ static void last_line(FILE *f, char *line, size_t room)
             buffer[strcspn(buffer, "\r\n")] = 0;
             snprintf(line, room, "%.399s", buffer);
         }
-}
-
-static uint64_t integer(const json_t *object, const char *key, bool *ok)
-{
-    const json_t *v = json_object_get(object, key);
-    if (!json_is_integer(v) || json_integer_value(v) < 0)
-        return *ok = false, 0;
-    return (uint64_t)json_integer_value(v);
-}
-
-static double real(const json_t *object, const char *key, bool *ok)
-{
-    const json_t *v = json_object_get(object, key);
-    if (!json_is_number(v))
-        return *ok = false, 0;
-    return json_number_value(v);
-}
-
-static int parse(const char *text, size_t bytes, struct bench_sample *ret_sample, char *ret_hash,
-                 struct shm_error *err)
-{
-    json_error_t where;
-    json_t *o = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &where);
-    if (!o)
-        return shm_error_set(err, EBADMSG, "inferd printed no JSON object: %s", where.text);
-    const json_t *stream = json_object_get(o, "stream");
-    bool ok = true;
-    struct bench_sample s = {
-        .tokens = integer(o, "prompt_tokens", &ok),
-        .read_ms = real(o, "read_ms", &ok),
-        .link_ms = real(stream, "link_ms", &ok),
-        .wait_ms = real(stream, "wait_ms", &ok),
-        .ring = integer(stream, "ring", &ok),
-        .depth = integer(stream, "depth", &ok),
-        .entries = integer(stream, "entries", &ok),
-        .routed = integer(stream, "routed", &ok),
-        .copied = integer(stream, "copied", &ok),
-        .dropped = integer(stream, "dropped", &ok),
-        .wasted = integer(stream, "wasted", &ok),
-        .bytes = integer(stream, "bytes_copied", &ok),
-        .bytes_wasted = integer(stream, "bytes_wasted", &ok),
-    };
-    const char *hash = json_string_value(json_object_get(o, "logits_hash"));
-    if (ret_hash)
-        snprintf(ret_hash, BENCH_HASH_BYTES, "%s", hash ? hash : "none");
-    json_decref(o);
-    if (!ok)
-        return shm_error_set(err, EBADMSG,
-                             "inferd's JSON lacks a number that the bench needs: other version of inferd?");
-    *ret_sample = s;
-    return 0;
-}
-
-int bench_read(const struct bench_options *o, const struct bench_arm *arm, struct bench_sample *ret_sample,
-               char *ret_hash, struct shm_error *err)
-{
-    char program[PATH_MAX], depth[16] = "";
-    struct args a = {0};
-    add(&a, find_program(o->inferd, "inferd", "inferd", program));
-    add(&a, "run");
-    add(&a, "--json");
-    add(&a, "--raw");
-    if (ret_hash)
-        add(&a, "--hash");
-    add_option(&a, "-n", "1");
-    add_option(&a, "--temperature", "0");
-    add_option(&a, "--runtime-dir", o->runtime_dir);
-    add_option(&a, "--instance", o->instance);
-    add_option(&a, "--prompt", o->prompt);
-    add_option(&a, "--prompt-file", o->prompt_file);
-    add_option(&a, "--stream", arm->policy);
-    add_option(&a, "--order", arm->order);
-    if (arm->depth)
-        snprintf(depth, sizeof depth, "%u", arm->depth);
-    add_option(&a, "--depth", depth);
-    add_option(&a, "--link-gbps", o->link_gbps);
-    add_option(&a, "--link-latency-us", o->link_latency_us);
-    add_option(&a, "--ring", o->ring);
-    add_option(&a, "--threads", o->threads);
-    add_option(&a, "--chunk", o->chunk);
-    add_option(&a, "--floor", o->floor);
-    add_option(&a, "--resident", o->resident);
-
-    int pipes[2];
-    FILE *messages = tmpfile();
-    if (!messages || pipe2(pipes, O_CLOEXEC)) {
-        int rc = shm_error_set(err, errno, "can't open a pipe for inferd: %s", strerror(errno));
-        if (messages)
-            fclose(messages);
-        return rc;
-    }
-    pid_t pid;
-    int rc = start(&a, pipes[1], fileno(messages), false, &pid);
-    close(pipes[1]);
-    if (rc) {
-        shm_error_set(err, -rc, "can't start %s: %s: use --inferd", a.v[0], strerror(-rc));
-        goto out;
-    }
-    reader = pid;
-    if (interrupted) /* it came before the handler knew whom to tell */
-        kill(pid, SIGTERM);
-    size_t bytes = 0;
-    char *text = read_all(pipes[0], &bytes);
-    int status = 0;
-    while (waitpid(pid, &status, 0) < 0 && errno == EINTR)
-        ;
-    reader = 0;
-    if (interrupted) {
-        rc = shm_error_set(err, EINTR, "interrupted");
-    } else if (!text || !WIFEXITED(status) || WEXITSTATUS(status)) {
-        char line[400];
-        last_line(messages, line, sizeof line);
-        rc = shm_error_set(err, EIO, "inferd failed for arm %s: %s", arm->name, line);
-    } else {
-        rc = parse(text, bytes, ret_sample, ret_hash, err);
-    }
-    free(text);
-out:
-    close(pipes[0]);
-    fclose(messages);
-    return rc;
 }
 
 static int remove_entry(const char *path, const struct stat *st, int type, struct FTW *ftw)
@@ -270,12 +97,12 @@ static int wait_serving(const struct bench_options *o, struct bench_own *own, FI
 {
     for (;;) {
         int status;
-        if (interrupted)
+        if (bench_interrupted())
             return shm_error_set(err, EINTR, "interrupted");
         if (waitpid(own->pid, &status, WNOHANG) == own->pid) {
             char line[400];
             own->pid = 0; /* reaped: nothing to signal any more */
-            last_line(log, line, sizeof line);
+            bench_last_line(log, line, sizeof line);
             return shm_error_set(err, EIO, "expertd ended: %s", line);
         }
         struct prt_client *client;
@@ -305,17 +132,18 @@ int bench_own_start(struct bench_options *o, struct bench_own *own, struct shm_e
     /* The arena may lie beside those of other benches: the name tells them apart. */
     snprintf(own->instance, sizeof own->instance, "bench-%d", (int)getpid());
     o->instance = own->instance;
-    struct args a = {0};
-    add(&a, find_program(o->expertd, "expertd", "expertd", program));
-    add_option(&a, "--model", o->model);
-    add_option(&a, "--runtime-dir", o->runtime_dir);
-    add_option(&a, "--instance", o->instance);
-    add(&a, "--no-keep");
+    struct bench_args a = {0};
+    bench_add(&a, bench_program(o->expertd, "expertd", "expertd", program));
+    bench_add_option(&a, "--model", o->model);
+    bench_add_option(&a, "--runtime-dir", o->runtime_dir);
+    bench_add_option(&a, "--instance", o->instance);
+    bench_add(&a, "--no-keep");
+    bench_add_option(&a, "--trace-file", o->trace_file);
     FILE *log = tmpfile();
     if (!log)
         return shm_error_set(err, errno, "can't open a log for expertd: %s", strerror(errno));
-    pid_t pid = 0;
-    int rc = start(&a, fileno(log), fileno(log), true, &pid);
+    int pid = 0;
+    int rc = bench_spawn(&a, -1, fileno(log), fileno(log), true, &pid);
     own->pid = rc ? 0 : pid;
     if (rc)
         shm_error_set(err, -rc, "can't start %s: %s: use --expertd", a.v[0], strerror(-rc));

@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 
 #include "proto/prt_file.h"
+#include "shm/shm_bell.h"
 #include "shm/shm_word.h"
 
 #include <argp.h>
@@ -15,16 +16,17 @@
 const char *argp_program_version = "expert-bench " EXPERTD_VERSION;
 error_t argp_err_exit_status = 2;
 
-static const char doc[] =
-    "Compares settings of the expert stream by interleaved pairs of reads of one prompt.\v"
-    "SETTING is POLICY[/ORDER[/DEPTH]]: full, routed/index/16, routed/predicted. The first one is the "
-    "baseline. Without "
-    "any: full, routed/index, routed/recent, routed/predicted.\n"
-    "\n"
-    "Each pair is a read with the baseline and one with the setting, their order alternating; the baseline "
-    "is also "
-    "paired with itself, which gives the noise band. Exit status 1 when the logits (of a read of its own for "
-    "each setting) differ.";
+static const char doc[] = "Compares settings of the expert stream by interleaved reads of one prompt.\v"
+                          "SETTING is POLICY[/ORDER[/DEPTH]]: full, routed/index/16, routed/predicted; "
+                          "demand (never ahead of the router), "
+                          "ahead (routed at any size, whatever the floor) or oracle (predicted, told the "
+                          "routing of an earlier identical "
+                          "read). The first one is the baseline. Without any: full, routed/index, "
+                          "routed/recent, routed/predicted.\n"
+                          "\n"
+                          "A round reads once with each setting and once more with the baseline, which gives "
+                          "the noise band; ratios are "
+                          "formed within a round. Exit status 1 when the logits differ.";
 
 enum {
     OPT_RUNTIME_DIR = 0x100,
@@ -38,6 +40,12 @@ enum {
     OPT_CHUNK,
     OPT_FLOOR,
     OPT_RESIDENT,
+    OPT_CTX,
+    OPT_TOKENS,
+    OPT_SECONDS,
+    OPT_GENERATE,
+    OPT_BITS,
+    OPT_TRACE_FILE,
     OPT_INFERD,
     OPT_EXPERTD,
     OPT_JSON
@@ -51,33 +59,66 @@ static const struct argp_option options[] = {
      "Where instances live (default: $XDG_RUNTIME_DIR, /run for root)", 1},
     {"prompt", OPT_PROMPT, "TEXT", 0, "What is read, as it is", 2},
     {"prompt-file", OPT_PROMPT_FILE, "FILE", 0, "Likewise, from a file", 2},
-    {"pairs", 'n', "N", 0, "Pairs of reads for each setting (default: 5)", 2},
+    {"tokens", OPT_TOKENS, "LIST", 0,
+     "What of it is read: 512,4096: its first tokens; 18800+1790: tokens behind others, as a turn (default: "
+     "all)",
+     2},
+    {"pairs", 'n', "N", 0, "Rounds for each read (default: 5)", 2},
+    {"seconds", OPT_SECONDS, "S", 0, "No further round of a read after S seconds, but three at least", 2},
+    {"generate", OPT_GENERATE, "N", 0, "Write N tokens behind each read, timed by themselves", 2},
+    {"bits", OPT_BITS, "all|last|none", 0,
+     "Which logits are compared: all, by a read of its own for each setting (default), or the last token's",
+     2},
     {"link-gbps", OPT_LINK_GBPS, "X", 0, "Pace the link to X GB/s", 3},
     {"link-latency-us", OPT_LINK_LATENCY, "X", 0, "and to X us for each copy on top", 3},
     {"ring", OPT_RING, "SLOTS", 0, "Slots of the ring", 3},
     {"chunk", OPT_CHUNK, "TOKENS", 0, "Tokens read in one pass", 3},
     {"floor", OPT_FLOOR, "TOKENS", 0, "Smallest chunk that streams ahead of the router", 3},
+    {"ctx", OPT_CTX, "TOKENS", 0, "Tokens of a conversation", 3},
     {"resident", OPT_RESIDENT, "N", 0, "Experts of each layer kept by the worker", 3},
     {"threads", OPT_THREADS, "N", 0, "Compute threads", 3},
     {"inferd", OPT_INFERD, "PROGRAM", 0, "inferd to run (default: the one beside this program, else by PATH)",
      4},
     {"expertd", OPT_EXPERTD, "PROGRAM", 0, "expertd to start with --model (likewise)", 4},
+    {"trace-file", OPT_TRACE_FILE, "FILE", 0, "With --model: what each chunk did when, for tools/timeline",
+     4},
     {"json", OPT_JSON, 0, 0, "For programs: one JSON object", 4},
     {"quiet", 'q', 0, 0, "No progress on stderr", 4},
     {0},
 };
+
+/* demand, ahead and oracle are routed with something beside it. */
+static bool known_policy(struct bench_arm *a, const char *word)
+{
+    uint32_t value;
+    snprintf(a->policy, sizeof a->policy, "%s", word);
+    if (shm_policy_parse("", word, &value, NULL) == 0)
+        return true;
+    snprintf(a->policy, sizeof a->policy, "routed");
+    if (strcmp(word, "demand") == 0)
+        a->floor = UINT32_MAX;
+    else if (strcmp(word, "ahead") == 0 || strcmp(word, "oracle") == 0)
+        a->floor = 1;
+    else
+        return false;
+    if (strcmp(word, "oracle") == 0) {
+        a->known = true;
+        snprintf(a->order, sizeof a->order, "predicted");
+    }
+    return true;
+}
 
 static void parse_setting(struct argp_state *state, struct bench_options *o, const char *text)
 {
     if (o->arms == BENCH_ARMS_MAX)
         argp_error(state, "at most %d settings", BENCH_ARMS_MAX);
     struct bench_arm *a = &o->arm[o->arms];
-    char order[16] = "", rest[2];
+    char policy[16] = "", order[16] = "", rest[2];
     unsigned depth = 0;
     memset(a, 0, sizeof *a);
-    int fields = sscanf(text, "%15[a-z]/%15[a-z]/%7u%1s", a->policy, order, &depth, rest);
+    int fields = sscanf(text, "%15[a-z]/%15[a-z]/%7u%1s", policy, order, &depth, rest);
     uint32_t value;
-    bool known = !shm_policy_parse("", a->policy, &value, NULL);
+    bool known = known_policy(a, policy);
     bool ordered = !*order || !shm_order_parse("", order, &value, NULL);
     size_t slashes = 0;
     for (const char *c = text; *c; c++)
@@ -85,14 +126,54 @@ static void parse_setting(struct argp_state *state, struct bench_options *o, con
     if (fields < 1 || fields > 3 || !known || !ordered || (fields == 3 && !depth) ||
         slashes + 1 != (size_t)fields)
         argp_error(state,
-                   "setting '%s' is not full, routed, routed/ORDER or routed/ORDER/DEPTH with ORDER index, "
-                   "recent or "
-                   "predicted",
+                   "setting '%s' is not POLICY, POLICY/ORDER or POLICY/ORDER/DEPTH with POLICY full, routed, "
+                   "demand, "
+                   "ahead or oracle and ORDER index, recent or predicted",
                    text);
     snprintf(a->name, sizeof a->name, "%s", text);
-    snprintf(a->order, sizeof a->order, "%s", order);
+    if (*order)
+        snprintf(a->order, sizeof a->order, "%s", order);
     a->depth = depth;
     o->arms++;
+}
+
+static uint32_t whole(struct argp_state *state, const char *option, const char *text, uint64_t low,
+                      uint64_t high)
+{
+    struct shm_error err = {0};
+    uint64_t value = 0;
+    shm_number_parse(option, text, low, high, &value, &err);
+    if (err.code)
+        argp_error(state, "%s", shm_error_text(&err));
+    return (uint32_t)value;
+}
+
+static void parse_spans(struct argp_state *state, struct bench_options *o, char *list)
+{
+    o->spans = 0;
+    for (char *rest = list, *item; (item = strsep(&rest, ","));) {
+        if (o->spans == BENCH_READS_MAX)
+            argp_error(state, "--tokens: at most %d reads", BENCH_READS_MAX);
+        struct bench_span *span = &o->span[o->spans++];
+        char *tokens = item, *plus = strchr(item, '+');
+        if (plus) {
+            *plus = 0;
+            tokens = plus + 1;
+            span->at = whole(state, "--tokens", item, 1, 1u << 27);
+        }
+        span->tokens = whole(state, "--tokens", tokens, 1, 1u << 27);
+    }
+}
+
+static void parse_bits(struct argp_state *state, struct bench_options *o, const char *text)
+{
+    static const char *const words[] = {"all", "last", "none"};
+    for (size_t i = 0; i < 3; i++)
+        if (strcmp(text, words[i]) == 0) {
+            o->bits = (enum bench_bits)i;
+            return;
+        }
+    argp_error(state, "--bits: '%s' is not all, last or none", text);
 }
 
 static error_t parse(int key, char *arg, struct argp_state *state)
@@ -100,6 +181,26 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     struct bench_options *o = state->input;
     char *end;
     switch (key) {
+    case OPT_TOKENS:
+        parse_spans(state, o, arg);
+        return 0;
+    case OPT_SECONDS:
+        o->seconds = strtod(arg, &end);
+        if (*end || end == arg || !(o->seconds > 0))
+            argp_error(state, "--seconds: '%s' is not a time above 0", arg);
+        return 0;
+    case OPT_GENERATE:
+        o->generate = whole(state, "--generate", arg, 1, 1u << 20);
+        return 0;
+    case OPT_BITS:
+        parse_bits(state, o, arg);
+        return 0;
+    case OPT_TRACE_FILE:
+        o->trace_file = arg;
+        return 0;
+    case OPT_CTX:
+        o->ctx = arg;
+        return 0;
     case 'i':
         o->instance = arg;
         return 0;
@@ -134,7 +235,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         o->chunk = arg;
         return 0;
     case OPT_FLOOR:
-        o->floor = arg;
+        o->floor = whole(state, "--floor", arg, 1, UINT32_MAX);
         return 0;
     case OPT_RESIDENT:
         o->resident = arg;
@@ -149,9 +250,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         o->json = true;
         return 0;
     case 'n':
-        o->pairs = (uint32_t)strtoul(arg, &end, 10);
-        if (*end || *arg == '-' || !o->pairs || o->pairs > BENCH_PAIRS_MAX)
-            argp_error(state, "--pairs: '%s' is not in 1..%d", arg, BENCH_PAIRS_MAX);
+        o->rounds = whole(state, "--pairs", arg, 1, BENCH_ROUNDS_MAX);
         return 0;
     case ARGP_KEY_ARG:
         parse_setting(state, o, arg);
@@ -170,32 +269,69 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     }
 }
 
-static int run_pairs(const struct bench_options *o, struct bench_results *r, struct shm_error *err)
+static void show(const struct bench_options *o, const struct bench_span *span, const char *what,
+                 uint32_t round)
 {
-    /* Bits are compared in reads of their own: hashing all logits takes time. They warm the machine up, too.
-     */
-    struct bench_sample untimed;
+    if (!o->quiet && isatty(STDERR_FILENO))
+        fprintf(stderr, "\r%u tokens, round %u of %u, %-24s", span->tokens, round + 1, o->rounds, what);
+}
+
+/* A read with each setting that is not timed: warms up, shows the bits, and lets the oracle know. */
+static int rehearse(const struct bench_options *o, struct bench_worker *w, struct bench_read *r,
+                    struct shm_error *err)
+{
+    struct bench_sample first = {0}, s;
+    const struct bench_arm plain = {.name = "full", .policy = "full"};
+    int rc = o->arm[0].known ? bench_worker_read(w, o, &plain, &r->span, false, &s, err) : 0;
+    for (uint32_t a = 0; !rc && a < o->arms; a++) {
+        rc = bench_worker_read(w, o, &o->arm[a], &r->span, o->bits == BENCH_BITS_ALL, &s, err);
+        if (a == 0)
+            first = s;
+        if (o->bits != BENCH_BITS_NONE && !rc && strcmp(s.hash, first.hash) != 0)
+            r->same_bits = false;
+    }
+    return rc;
+}
+
+static int run_round(const struct bench_options *o, struct bench_worker *w, struct bench_read *r,
+                     struct shm_error *err)
+{
     int rc = 0;
-    for (uint32_t a = 0; !rc && a < o->arms; a++)
-        rc = bench_read(o, &o->arm[a], &untimed, r->hash[a], err);
-    for (uint32_t pair = 0; !rc && pair < o->pairs; pair++) {
-        for (uint32_t a = 0; !rc && a <= o->arms; a++) {
-            const struct bench_arm *arm = a < o->arms ? &o->arm[a] : &o->arm[0];
-            bool base_first = (pair + a) % 2 == 0;
-            if (!o->quiet && isatty(STDERR_FILENO))
-                fprintf(stderr, "\rpair %u of %u, %-24s", pair + 1, o->pairs,
-                        a < o->arms ? arm->name : "identical pair");
-            if (base_first)
-                rc = bench_read(o, &o->arm[0], &r->base[a][pair], NULL, err);
-            if (!rc)
-                rc = bench_read(o, arm, &r->arm[a][pair], NULL, err);
-            if (!rc && !base_first)
-                rc = bench_read(o, &o->arm[0], &r->base[a][pair], NULL, err);
-        }
-        r->pairs = pair + 1;
+    for (uint32_t i = 0; !rc && i <= o->arms; i++) {
+        uint32_t a = r->rounds % 2 ? o->arms - i : i;
+        const struct bench_arm *arm = a < o->arms ? &o->arm[a] : &o->arm[0];
+        show(o, &r->span, a < o->arms ? arm->name : "identical pair", r->rounds);
+        rc = bench_worker_read(w, o, arm, &r->span, false, &r->sample[a][r->rounds], err);
+        /* The first read of all is arm 0's: it is there by the time of any other. */
+        if (!rc && o->bits != BENCH_BITS_NONE &&
+            strcmp(r->sample[a][r->rounds].hash, r->sample[0][0].hash) != 0)
+            r->same_bits = false;
+    }
+    if (!rc)
+        r->rounds++;
+    return rc;
+}
+
+static int run(const struct bench_options *o, struct bench_results *res, struct shm_error *err)
+{
+    struct bench_worker *w = NULL;
+    int rc = bench_worker_start(o, &w, &res->facts, err);
+    for (uint32_t i = 0; !rc && i < o->spans; i++) {
+        struct bench_read *r = &res->read[i];
+        r->span = o->span[i];
+        if (!r->span.tokens)
+            r->span.tokens = (uint32_t)res->facts.prompt_tokens;
+        r->same_bits = true;
+        uint64_t start_ns = shm_now_ns();
+        rc = rehearse(o, w, r, err);
+        while (!rc && r->rounds < o->rounds &&
+               (r->rounds < 3 || o->seconds <= 0 || (double)(shm_now_ns() - start_ns) / 1e9 < o->seconds))
+            rc = run_round(o, w, r, err);
+        res->reads = i + 1;
     }
     if (!o->quiet && isatty(STDERR_FILENO))
-        fprintf(stderr, "\r%60s\r", "");
+        fprintf(stderr, "\r%70s\r", "");
+    bench_worker_stop(&w);
     return rc;
 }
 
@@ -203,29 +339,28 @@ int main(int argc, char **argv)
 {
     prt_file_standard();
     static const struct argp argp = {options, parse, "[SETTING...]", doc, NULL, NULL, NULL};
-    struct bench_options o = {.pairs = 5};
+    struct bench_options o = {.rounds = 5, .spans = 1};
     argp_parse(&argp, argc, argv, 0, NULL, &o);
     struct shm_error err = {0};
     struct bench_own own = {0};
-    struct bench_results *r = calloc(1, sizeof *r);
+    struct bench_results r = {.options = &o, .read = calloc(o.spans, sizeof *r.read)};
     int status = 2;
-    if (!r) {
+    if (!r.read) {
         fprintf(stderr, "expert-bench: no memory\n");
         return status;
     }
-    r->options = &o;
     bench_catch_signals();
-    if ((o.model && bench_own_start(&o, &own, &err)) || run_pairs(&o, r, &err)) {
+    if ((o.model && bench_own_start(&o, &own, &err)) || run(&o, &r, &err)) {
         fprintf(stderr, "expert-bench: %s\n", shm_error_text(&err));
     } else {
-        (o.json ? bench_print_json : bench_print_table)(r);
-        status = bench_same_bits(r) ? 0 : 1;
+        (o.json ? bench_print_json : bench_print_table)(&r);
+        status = bench_same_bits(&r) ? 0 : 1;
         if (fflush(stdout) || ferror(stdout)) {
             fprintf(stderr, "expert-bench: standard output cannot be written\n");
             status = 2;
         }
     }
     bench_own_stop(&own);
-    free(r);
+    free(r.read);
     return status;
 }

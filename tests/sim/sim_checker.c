@@ -39,6 +39,14 @@ static bool numbered_by_index(const struct sim_stream *s)
     return !gated(s) || s->order == SHM_ORDER_INDEX;
 }
 
+/* Most copies outstanding after a copy that is certain, or a guess. */
+static uint64_t limit(const struct sim_stream *s, bool certain)
+{
+    if (certain)
+        return s->depth > EXD_WALK_CERTAIN_MAX ? s->depth : EXD_WALK_CERTAIN_MAX;
+    return s->order != SHM_ORDER_INDEX && s->depth > EXD_WALK_BLIND_MAX ? EXD_WALK_BLIND_MAX : s->depth;
+}
+
 void sim_checker_begin(struct sim_checker *c, const struct sim_stream *s, const uint64_t *loaded)
 {
     uint32_t slots = s->ring < SIM_RING_MAX ? s->ring : SIM_RING_MAX;
@@ -83,14 +91,10 @@ void sim_checker_step_begin(struct sim_checker *c)
 void sim_checker_step_end(struct sim_checker *c, enum exd_step step, const struct exd_walk *walk)
 {
     const struct sim_stream *s = c->s;
-    uint64_t outstanding = c->n_issued - c->n_landed;
     uint32_t layer;
     uint64_t entry;
     exd_walk_position(walk, &layer, &entry);
 
-    if (gated(s) && c->n_issued > c->before_issued && outstanding > s->depth)
-        sim_checker_fail(c, 3, "%llu copies outstanding, depth is %u", (unsigned long long)outstanding,
-                         s->depth);
     if (c->held > s->ring)
         sim_checker_fail(c, 4, "%u slots held of %u", c->held, s->ring);
     if (c->released > c->landed_groups || c->landed_groups > c->signalled)
@@ -117,12 +121,11 @@ void sim_checker_step_end(struct sim_checker *c, enum exd_step step, const struc
         sim_checker_fail(c, 9,
                          "the ring does not advance: waits for a slot, all %llu signalled groups released",
                          (unsigned long long)c->signalled);
-    uint64_t depth = s->depth;
-    if (s->order != SHM_ORDER_INDEX && !(c->visible & BIT(layer)) && depth > EXD_WALK_BLIND_MAX)
-        depth = EXD_WALK_BLIND_MAX;
-    if (step == EXD_STEP_WAIT_DEPTH && (!gated(s) || c->before_issued - c->before_landed < depth))
-        sim_checker_fail(c, 8, "waits for depth with %llu of %u outstanding, policy %u",
-                         (unsigned long long)outstanding, s->depth, s->policy);
+    uint64_t least = limit(s, c->visible & BIT(layer));
+    if (step == EXD_STEP_WAIT_DEPTH && (!gated(s) || c->before_issued - c->before_landed < least))
+        sim_checker_fail(c, 8, "waits for room with %llu of %llu outstanding, policy %u",
+                         (unsigned long long)(c->before_issued - c->before_landed), (unsigned long long)least,
+                         s->policy);
     if (step == EXD_STEP_WAIT_PUBLISH && (!gated(s) || (layer < s->layers && (c->visible & BIT(layer)))))
         sim_checker_fail(c, 8, "waits for the routing set of layer %u, policy %u, published", layer,
                          s->policy);
@@ -215,7 +218,7 @@ static void check_entry(struct sim_checker *c, uint32_t layer, uint32_t expert, 
 }
 
 void sim_checker_issue(struct sim_checker *c, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
-                       uint64_t group)
+                       uint64_t group, bool certain, bool sure)
 {
     const struct sim_stream *s = c->s;
     if (!known(c, layer, expert, "copy"))
@@ -251,10 +254,13 @@ void sim_checker_issue(struct sim_checker *c, uint32_t layer, uint32_t expert, u
     if (s->policy == SHM_POLICY_DEMAND && !(c->published & BIT(layer)))
         sim_checker_fail(c, 3, "layer %u expert %u copied on demand before the layer is published", layer,
                          expert);
-    if (gated(s) && s->order != SHM_ORDER_INDEX && !(c->published & BIT(layer)) &&
-        c->n_issued - c->n_landed >= EXD_WALK_BLIND_MAX)
-        sim_checker_fail(c, 3, "layer %u expert %u copied blind with %llu copies outstanding", layer, expert,
-                         (unsigned long long)(c->n_issued - c->n_landed));
+    uint64_t outstanding = c->n_issued - c->n_landed;
+    if (certain && gated(s) && !sure && !(c->published & BIT(layer)))
+        sim_checker_fail(c, 3, "layer %u expert %u copied as certain, it is a guess", layer, expert);
+    if (gated(s) && outstanding >= limit(s, certain))
+        sim_checker_fail(c, 3, "layer %u expert %u copied with %llu copies outstanding, at most %llu for %s",
+                         layer, expert, (unsigned long long)outstanding,
+                         (unsigned long long)limit(s, certain), certain ? "a certain one" : "a guess");
     c->issued[layer] |= bit;
     c->issue_slot[layer][expert] = slot;
     c->issue_group[layer][expert] = group;

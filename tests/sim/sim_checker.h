@@ -85,8 +85,9 @@ void sim_checker_step_end(struct sim_checker *c, enum exd_step step, const struc
 void sim_checker_gate_called(struct sim_checker *c, const char *which);
 void sim_checker_decide(struct sim_checker *c, uint32_t layer, uint32_t expert, uint32_t state,
                         uint32_t group, uint32_t slot);
+/* certain: what the walk says; sure: the expectation is as good as a publication. */
 void sim_checker_issue(struct sim_checker *c, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
-                       uint64_t group);
+                       uint64_t group, bool certain, bool sure);
 void sim_checker_signal(struct sim_checker *c, uint64_t groups);
 
 /* Moves of the world. */

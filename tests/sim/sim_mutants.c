@@ -30,6 +30,8 @@ static const struct {
     [SIM_MUTANT_DEMAND_BLIND] = {"demand copies before the publication", 3},
     [SIM_MUTANT_BLIND_PLUS_ONE] = {"one blind copy more than allowed outstanding", 3},
     [SIM_MUTANT_BLIND_UNEXPECTED] = {"copied blind against a confident expectation", 3},
+    [SIM_MUTANT_CERTAIN_PLUS_ONE] = {"one certain copy more than allowed outstanding", 3},
+    [SIM_MUTANT_GUESS_IS_CERTAIN] = {"a guess is issued as certain", 3},
     [SIM_MUTANT_RING_OVERRUN] = {"the ring is overrun by one group", 4},
     [SIM_MUTANT_SIGNAL_BEFORE_COPY] = {"a group is signalled before its last copy", 5},
     [SIM_MUTANT_TABLE_AFTER_SIGNAL] = {"the table is written after the signal", 5},

@@ -36,7 +36,9 @@ struct world {
     uint32_t head, tail;
     struct shm_mask routed_mask[SIM_LAYERS_MAX], resident_mask[SIM_LAYERS_MAX];
     uint32_t expected[SIM_LAYERS_MAX][SIM_EXPERTS_MAX];
-    bool confident;   /* the last answer about them */
+    struct exd_trust trust; /* the last answer about them */
+    bool counted;           /* it had counts */
+    uint32_t sure;
     uint32_t expects; /* 0 nothing, 1 counts, 2 counts with confidence, 3 any of them at each call */
     /* Consumer. */
     uint32_t layer, group;
@@ -268,13 +270,15 @@ static const struct shm_mask *env_published(void *ctx, uint32_t layer)
     return layer < w->s.layers && (w->c->published & BIT(layer)) ? &w->routed_mask[layer] : NULL;
 }
 
-static const uint32_t *env_expected(void *ctx, uint32_t layer, bool *ret_confident)
+static const uint32_t *env_expected(void *ctx, uint32_t layer, struct exd_trust *ret_trust)
 {
     struct world *w = ctx;
     sim_checker_gate_called(w->c, "expected");
     drift(w);
     uint32_t kind = w->expects == 3 ? below(w, 3) : w->expects;
-    *ret_confident = w->confident = kind == 2;
+    w->counted = kind;
+    w->trust = (struct exd_trust){.confident = kind == 2, .sure = w->sure};
+    *ret_trust = w->trust;
     return kind ? w->expected[layer] : NULL;
 }
 
@@ -295,12 +299,12 @@ static void env_decide(void *ctx, uint32_t layer, uint32_t expert, uint32_t stat
 }
 
 static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
-                     uint64_t group)
+                     uint64_t group, bool certain)
 {
     struct world *w = ctx;
     mix(w, UINT64_C(2) << 60 | (uint64_t)layer << 48 | expert);
     if (w->s.policy != SHM_POLICY_FULL && w->s.order != SHM_ORDER_INDEX && !(w->c->published & BIT(layer)) &&
-        w->confident && !w->expected[layer][expert])
+        w->counted && w->trust.confident && !w->expected[layer][expert])
         sim_checker_fail(w->c, 3, "layer %u expert %u copied blind, confidently expected to be unused", layer,
                          expert);
     mix(w, entry << 40 | group << 20 | slot);
@@ -308,7 +312,9 @@ static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry,
         return -EIO;
     SAY(w, "  issue entry %llu: layer %u expert %u slot %u group %llu\n", (unsigned long long)entry, layer,
         expert, slot, (unsigned long long)group);
-    sim_checker_issue(w->c, layer, expert, entry, slot, group);
+    bool sure = w->s.policy == SHM_POLICY_ROUTED && w->s.order != SHM_ORDER_INDEX && w->counted &&
+                w->expected[layer][expert] >= w->trust.sure;
+    sim_checker_issue(w->c, layer, expert, entry, slot, group, certain, sure);
     if (w->c->invariant || w->tail == QUEUE_MAX)
         return -EPROTO;
     w->content[slot] = SIM_POISON;
@@ -482,6 +488,7 @@ static void make_stream(struct world *w)
             w->expected[l][e] = below(w, 3) ? (s->routed[l] >> e & 1) * below(w, 100) : below(w, 3);
     }
     w->expects = below(w, 4);
+    w->sure = below(w, 2) ? UINT32_MAX : 1 + below(w, 100);
     w->issue_fails_at = w->signal_fails_at = UINT64_MAX;
     if (!below(w, 64))
         *(below(w, 2) ? &w->issue_fails_at : &w->signal_fails_at) = below(w, 32);
