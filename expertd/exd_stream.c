@@ -166,7 +166,8 @@ static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry,
                            shm_arena_blob(s->arena, layer, expert), bytes, certain);
     if (rc)
         return rc;
-    exd_trace_entry(s->trace, layer, expert, group, certain);
+    exd_trace_entry(s->trace, layer, expert, group,
+                    (certain ? EXD_TRACE_CERTAIN : 0) | (s->published[layer] ? EXD_TRACE_PUBLISHED : 0));
     s->bytes += bytes;
     shm_mask_set(&s->issued[layer], expert);
     /* relaxed: for tools only */
@@ -507,7 +508,7 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
     count_waste(s, &r);
     shm_report_write(worker(s), &r);
     add_totals(&worker(s)->totals, &r);
-    exd_trace_end(s->trace, result);
+    exd_trace_end(s->trace, result, s->routed);
     atomic_store_explicit(&worker(s)->landed_entries, c.issued, memory_order_relaxed);
     if (trace)
         trace_line(trace, &r);

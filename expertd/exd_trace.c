@@ -67,7 +67,7 @@ void exd_trace_layer(struct exd_trace *t, uint32_t layer, uint64_t published_ns)
         t->layer[layer] = (struct exd_trace_layer){published_ns, shm_now_ns()};
 }
 
-void exd_trace_entry(struct exd_trace *t, uint32_t layer, uint32_t expert, uint64_t group, int certain)
+void exd_trace_entry(struct exd_trace *t, uint32_t layer, uint32_t expert, uint64_t group, uint32_t flags)
 {
     if (!t || t->head.entries == t->entries_max)
         return;
@@ -75,7 +75,7 @@ void exd_trace_entry(struct exd_trace *t, uint32_t layer, uint32_t expert, uint6
         (struct exd_trace_entry){.issued_ns = shm_now_ns(),
                                  .group = (uint32_t)group,
                                  .layer = (uint16_t)layer,
-                                 .expert = (uint16_t)(expert | (certain ? EXD_TRACE_CERTAIN : 0))};
+                                 .expert = (uint16_t)(expert | flags)};
     t->last_wait = 0;
 }
 
@@ -92,12 +92,18 @@ void exd_trace_event(struct exd_trace *t, enum exd_trace_kind kind, uint64_t val
         (struct exd_trace_event){.at_ns = shm_now_ns(), .kind = kind, .value = (uint32_t)value};
 }
 
-void exd_trace_end(struct exd_trace *t, uint32_t result)
+void exd_trace_end(struct exd_trace *t, uint32_t result, const struct shm_mask *routed)
 {
     if (!t)
         return;
     t->head.end_ns = shm_now_ns();
     t->head.result = result;
+    for (uint32_t i = 0; i < t->head.entries; i++) {
+        struct exd_trace_entry *e = &t->entry[i];
+        uint32_t expert = e->expert & (EXD_TRACE_UNUSED - 1);
+        if (t->layer[e->layer].seen_ns && !shm_mask_test(&routed[e->layer], expert))
+            e->expert |= EXD_TRACE_UNUSED;
+    }
 }
 
 void exd_trace_write(struct exd_trace *t, const char *path)

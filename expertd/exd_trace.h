@@ -16,6 +16,7 @@
 #define EXD_TRACE_H
 
 #include "shm/shm_error.h"
+#include "shm/shm_mask.h"
 
 #include <stdint.h>
 
@@ -46,7 +47,9 @@ struct exd_trace_entry {
     uint32_t group; /* of the stream */
     uint16_t layer, expert;
 };
-#define EXD_TRACE_CERTAIN 0x8000u /* in expert: the layer was published, or everything is copied */
+#define EXD_TRACE_CERTAIN   0x8000u /* in expert: no guess */
+#define EXD_TRACE_PUBLISHED 0x4000u /* in expert: the layer was published when it was issued */
+#define EXD_TRACE_UNUSED    0x2000u /* in expert: no token was routed to it */
 
 enum exd_trace_kind {
     EXD_TRACE_LANDED = 1, /* value: copies landed, as seen */
@@ -69,9 +72,10 @@ void exd_trace_free(struct exd_trace **trace); /* accepts NULL, nulls */
 /* Empties it. The others add; all accept NULL and then do nothing. What does not fit is left out. */
 void exd_trace_begin(struct exd_trace *trace, const struct exd_trace_head *head);
 void exd_trace_layer(struct exd_trace *trace, uint32_t layer, uint64_t published_ns);
-void exd_trace_entry(struct exd_trace *trace, uint32_t layer, uint32_t expert, uint64_t group, int certain);
+void exd_trace_entry(struct exd_trace *trace, uint32_t layer, uint32_t expert, uint64_t group, uint32_t flags);
 void exd_trace_event(struct exd_trace *trace, enum exd_trace_kind kind, uint64_t value);
-void exd_trace_end(struct exd_trace *trace, uint32_t result);
+/* routed: [layers], all zero where a layer was not published. */
+void exd_trace_end(struct exd_trace *trace, uint32_t result, const struct shm_mask *routed);
 
 /* Appends the record to a file; failures are logged once. */
 void exd_trace_write(struct exd_trace *trace, const char *path);

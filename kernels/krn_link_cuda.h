@@ -30,7 +30,7 @@ struct krn_link_cuda_config {
     _Atomic uint64_t
         *landed_word;             /* in shared memory: follows the flag when the link is asked; may be NULL */
     struct shm_bell *landed_bell; /* rung then; may be NULL */
-    uint32_t batch;               /* copies handed over together: 1 .. KRN_LINK_BATCH_MAX; 0: 8 */
+    uint32_t batch;               /* copies handed over together: 1 .. KRN_LINK_BATCH_MAX; 0: 16 */
     uint64_t poll_ns;             /* shortest time between two looks (struct krn_link); 0: 15 us */
     const char *name;             /* of the worker, for lines; copied */
     void (*note)(void *ctx, bool warning, const char *line); /* any thread that uses the link; may be NULL */

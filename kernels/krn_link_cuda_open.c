@@ -7,9 +7,9 @@
 #include <stdlib.h>
 
 /* Measured by tests/gpu/g_link.c (H200, PCIe 5 x16, driver 580), blobs of 2.65 MB: one copy at a time 51.2
- * GB/s, batches of 4 53.9, of 8 54.6, of 16 55.0; one copy of 1 GB 54.9. Eight still leave a depth of 16 two
- * batches. */
-#define BATCH_DEFAULT   8u
+ * GB/s, batches of 4 53.9, of 8 54.6, of 16 55.0; one copy of 1 GB 54.9. Sixteen are a group; the walk
+ * lets two of them be under way. */
+#define BATCH_DEFAULT   16u
 #define POLL_DEFAULT_NS UINT64_C(15000)
 
 void krn_link_cuda_release(struct krn_cuda_link *l)
