@@ -306,7 +306,7 @@ int exd_issuer_start(const struct exd_issuer_config *config, struct exd_issuer *
     i->next_seq = 1;
     pthread_mutex_init(&i->lock, NULL);
     i->stream = exd_stream_new(config->arena, &config->control, &config->geometry, config->link, i->name);
-    if (!i->stream) {
+    if (!i->stream || (config->trace_file && exd_stream_trace(i->stream))) {
         rc = shm_error_set(err, ENOMEM, "issuer of worker %s: no memory for its tables; free some", i->name);
         goto fail;
     }

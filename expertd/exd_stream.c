@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-#include "expertd/exd_stream.h"
+#include "expertd/exd_stream_priv.h"
 
-#include "expertd/exd_log.h"
-#include "expertd/exd_trace.h"
-#include "expertd/exd_trust.h"
 #include "shm/shm_word.h"
 
 #include <errno.h>
@@ -14,32 +11,6 @@
 #include <time.h>
 
 #define TOKENS_MAX (1u << 24) /* of a chunk: far past any context */
-
-struct exd_stream {
-    const struct shm_arena_view *arena;
-    struct shm_worker_view control;
-    struct shm_geometry geometry;
-    struct krn_link *link;
-    const char *name;
-    struct exd_walk *walk;
-
-    /* Private copies of what the worker wrote; [layers] each. */
-    struct shm_mask *resident, *routed, *issued;
-    bool *published;
-    uint32_t *expected_row; /* [experts], of the layer named next */
-    uint32_t expected_layer;
-    enum exd_expectation expected_from;
-    uint32_t sure;                 /* of that row */
-    struct exd_trust_counts trust; /* how right they were, over the worker's life */
-    struct exd_trace *trace;       /* NULL: none */
-
-    uint64_t seq, group_base, groups;
-    uint64_t landed_base, landed, released, signalled, cpu_ns;
-    uint32_t flags, published_layers;
-    struct exd_stream_plan plan;
-    uint64_t bytes;
-    struct shm_error violation;
-};
 
 static struct shm_worker *worker(const struct exd_stream *s)
 {
@@ -79,9 +50,8 @@ static uint64_t env_landed(void *ctx)
     return landed;
 }
 
-static const struct shm_mask *env_published(void *ctx, uint32_t layer)
+const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer)
 {
-    struct exd_stream *s = ctx;
     if (s->published[layer])
         return &s->routed[layer];
     const struct shm_route *route = &s->control.route[layer];
@@ -102,6 +72,11 @@ static const struct shm_mask *env_published(void *ctx, uint32_t layer)
         exd_trust_learn(&s->trust, s->expected_from, s->expected_row, &mask, &s->resident[layer],
                         s->geometry.experts);
     return &s->routed[layer];
+}
+
+static const struct shm_mask *env_published(void *ctx, uint32_t layer)
+{
+    return exd_stream_published(ctx, layer);
 }
 
 /* Where the row comes from: the worker's prediction, for layer 0 from the start, then once the layer before
@@ -269,7 +244,7 @@ static int check_descriptor(struct exd_stream *s, const struct shm_descriptor *d
     return 0;
 }
 
-static uint64_t cpu_now_ns(void)
+uint64_t exd_stream_cpu_now_ns(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -285,7 +260,7 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->group_base = group_base;
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
     s->released = s->signalled = s->bytes = s->landed = 0;
-    s->cpu_ns = cpu_now_ns();
+    s->cpu_ns = exd_stream_cpu_now_ns();
     s->published_layers = 0;
     s->expected_layer = UINT32_MAX;
     s->violation = (struct shm_error){0};
@@ -412,115 +387,15 @@ void exd_stream_stuck(struct exd_stream *s, enum exd_step step, uint64_t limit_n
                   words[step] ? words[step] : "nothing");
 }
 
-/* ---- end ---- */
-
-static void count_waste(struct exd_stream *s, struct shm_report *r)
+int exd_stream_trace(struct exd_stream *s)
 {
-    for (uint32_t l = 0; l < s->geometry.layers; l++) {
-        if (!env_published(s, l))
-            continue; /* cancelled before: nothing is known about its waste */
-        for (uint32_t word = 0; word * 64 < s->geometry.experts; word++) {
-            uint64_t streamed = ~s->resident[l].word[word];
-            uint64_t routed = s->routed[l].word[word];
-            uint64_t wasted = s->issued[l].word[word] & ~routed;
-            r->routed += (uint64_t)__builtin_popcountll(routed & streamed);
-            r->wasted += (uint64_t)__builtin_popcountll(wasted);
-            r->wasted_bytes += (uint64_t)__builtin_popcountll(wasted) * s->arena->layers[l].blob_bytes;
-        }
-    }
-}
-
-static uint64_t streamed_entries(const struct exd_stream *s)
-{
-    uint64_t n = 0;
-    for (uint32_t l = 0; l < s->geometry.layers; l++)
-        n += s->geometry.experts - shm_mask_count(&s->resident[l], s->geometry.experts);
-    return n;
-}
-
-static void add_total(_Atomic uint64_t *word, uint64_t n)
-{
-    /* single writer */
-    atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + n, memory_order_relaxed);
-}
-
-static void add_totals(struct shm_totals *t, const struct shm_report *r)
-{
-    add_total(&t->streams, 1);
-    add_total(&t->cancelled, r->result == SHM_RESULT_CANCELLED);
-    add_total(&t->failed, r->result == SHM_RESULT_FAILED);
-    add_total(&t->held_off, r->held_off != SHM_HELD_NONE);
-    add_total(&t->entries, r->entries);
-    add_total(&t->copied, r->copied);
-    add_total(&t->dropped, r->dropped);
-    add_total(&t->wasted, r->wasted);
-    add_total(&t->bytes, r->bytes);
-    add_total(&t->wasted_bytes, r->wasted_bytes);
-    add_total(&t->link_ns, r->link_ns);
-    add_total(&t->wait_ns, r->wait_ns);
-}
-
-static void trace_line(const char *name, const struct shm_report *r)
-{
-    exd_log(EXD_LOG_INFO,
-            "trace worker=%s stream=%" PRIu64 " tokens=%u policy=%s order=%s depth=%u ring=%u result=%s "
-            "routed=%.1f%% entries=%" PRIu64 " copied=%" PRIu64 " dropped=%" PRIu64 " unrouted=%" PRIu64
-            " bytes=%" PRIu64
-            " link_gbps=%.4f link_ms=%.3f span_ms=%.3f wait_ms=%.3f outstanding_max=%" PRIu64,
-            name, r->seq, r->tokens, shm_policy_name(r->policy), shm_order_name(r->order), r->depth, r->ring,
-            shm_result_name(r->result), r->entries ? 100.0 * (double)r->routed / (double)r->entries : 0.0,
-            r->entries, r->copied, r->dropped, r->wasted, r->bytes,
-            r->link_ns ? (double)r->bytes / (double)r->link_ns : 0.0, (double)r->link_ns / 1e6,
-            (double)r->span_ns / 1e6, (double)r->wait_ns / 1e6, r->outstanding_max);
-}
-
-void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, const char *trace)
-{
-    if (result == SHM_RESULT_CANCELLED)
-        krn_link_signal(s->link, s->group_base + s->groups);
-    int rc = krn_link_drain(s->link, drain_ns);
-    if (rc)
-        exd_log(EXD_LOG_WARNING, "worker %s: not all that was on its link has landed after %.1f s (%s)",
-                s->name, (double)drain_ns / 1e9, strerror(-rc));
-    struct exd_walk_counts c = exd_walk_counts(s->walk);
-    struct krn_link_stats link;
-    krn_link_stats(s->link, &link);
-    struct shm_report r = {
-        .seq = s->seq,
-        .tokens = s->plan.tokens,
-        .policy = s->plan.policy,
-        .order = s->plan.order,
-        .depth = s->plan.depth,
-        .ring = s->geometry.ring,
-        .held_off = s->plan.held_off,
-        .result = result,
-        .layers = s->geometry.layers,
-        .entries = streamed_entries(s),
-        .copied = c.issued,
-        .dropped = c.dropped,
-        .bytes = s->bytes,
-        .link_ns = link.mark_busy_ns,
-        .span_ns = link.first_ns ? link.last_ns - link.first_ns : 0,
-        .wait_ns = atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed),
-        .outstanding_max = c.outstanding_max,
-        .cpu_ns = cpu_now_ns() - s->cpu_ns,
-    };
-    count_waste(s, &r);
-    shm_report_write(worker(s), &r);
-    add_totals(&worker(s)->totals, &r);
-    exd_trace_end(s->trace, result, s->routed);
-    atomic_store_explicit(&worker(s)->landed_entries, c.issued, memory_order_relaxed);
-    if (trace)
-        trace_line(trace, &r);
+    s->trace = exd_trace_new(s->geometry.layers, s->geometry.experts);
+    return s->trace ? 0 : -ENOMEM;
 }
 
 void exd_stream_trace_write(struct exd_stream *s, const char *path)
 {
-    if (!s->trace)
-        s->trace =
-            exd_trace_new(s->geometry.layers, s->geometry.experts); /* the streams before it had none */
-    else
-        exd_trace_write(s->trace, path);
+    exd_trace_write(s->trace, path);
 }
 
 uint64_t exd_stream_end_group(const struct exd_stream *s)

@@ -55,8 +55,9 @@ void exd_stream_stuck(struct exd_stream *stream, enum exd_step step, uint64_t li
  * the stream's end; report and totals are written, with a trace line for worker `trace` unless NULL. */
 void exd_stream_end(struct exd_stream *stream, uint32_t result, uint64_t drain_ns, const char *trace);
 
-/* After the end: appends what happened to the file. The first call only makes the memory for it: the stream
- * that has ended is not told of. */
+/* From the next stream on its doings are kept. 0 or -ENOMEM. */
+int exd_stream_trace(struct exd_stream *stream);
+/* After the end: appends what was kept to the file. */
 void exd_stream_trace_write(struct exd_stream *stream, const char *path);
 
 /* Number of the first group after the stream. */

@@ -61,6 +61,7 @@ AT(shm_report, link_ns, 104);
 AT(shm_report, span_ns, 112);
 AT(shm_report, wait_ns, 120);
 AT(shm_report, outstanding_max, 128);
+AT(shm_report, cpu_ns, 136);
 
 SIZE(shm_totals, 96);
 AT(shm_totals, streams, 0);

@@ -11,7 +11,7 @@ from conftest import BUILD, EXPERTCTL, EXPERTD, INFERD, MKMODEL, SLOW, TOP
 BENCH = BUILD / "tools/expert-bench"
 PROGRAMS = {"expertd": (EXPERTD, 8), "inferd": (INFERD, 1), "expertctl": (EXPERTCTL, 1), "expert-bench": (BENCH, 1),
             "mkmodel": (MKMODEL, 1)}
-INFERD_COMMANDS = ["run", "chat", "logits", "tokenize"]
+INFERD_COMMANDS = ["run", "chat", "logits", "tokenize", "measure"]
 # program, its command
 CASES = [(p, None) for p in PROGRAMS if p != "inferd"] + [("inferd", c) for c in INFERD_COMMANDS]
 COMPLETION = TOP / "tools/completions/expertd.bash"

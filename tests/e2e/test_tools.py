@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""expertctl and expert-bench against real daemons."""
+"""expertctl against real daemons."""
 import json
 import os
 import pathlib
@@ -13,7 +13,6 @@ import pytest
 
 from conftest import BUILD, Chat, EXPERTCTL, INFERD, SLOW, STORY, TOP, die_with_parent
 
-BENCH = BUILD / "tools/expert-bench"
 PROMPT = TOP / "tools/model/prompt.txt"
 PAGE = (TOP / "tools/man/expertctl.1.scd").read_text().replace("\\_", "_")
 LOOKS = ["status", "workers", "rings", "trace", "verify"]
@@ -372,81 +371,3 @@ def test_scribbled_store_is_no_crash(world):
         r = subprocess.run([str(EXPERTCTL), *command.split(), *world.where("scribbled")], capture_output=True,
                            timeout=60 * SLOW)
         assert r.returncode in (0, 1, 2, 3), (command, r.returncode, r.stderr)
-
-
-BENCH_KEYS = {"setting", "identical_pair", "read_ms", "ratio", "routed_share", "entries", "copied", "dropped", "wasted",
-              "bytes_copied", "bytes_wasted", "waste", "link_efficiency", "link_gbps", "link_ms", "wait_ms"}
-
-
-def bench(*argv, env=None):
-    return subprocess.run([str(BENCH), *map(str, argv)], capture_output=True, text=True, timeout=300 * SLOW,
-                          preexec_fn=die_with_parent, env={**os.environ, **(env or {})})
-
-
-@pytest.mark.slow
-def test_bench_on_a_running_instance(world, prompt):
-    world.expertd()
-    argv = ["--runtime-dir", world.runtime, "--prompt-file", prompt, "--link-gbps", "0.01", "--floor", "64", "-n", "2"]
-    r = bench(*argv, "--json", "full", "routed/predicted/4")
-    assert r.returncode == 0, r.stderr
-    o = json.loads(r.stdout)
-    assert o["pairs"] == 2 and o["same_bits"] and o["paced"] and o["peak_gbps"] == pytest.approx(0.01)
-    assert [s["setting"] for s in o["settings"]] == ["full", "routed/predicted/4", "(identical pair)"]
-    assert [s["identical_pair"] for s in o["settings"]] == [False, False, True]
-    page = (TOP / "tools/man/expert-bench.1.scd").read_text()
-    for s in o["settings"]:
-        assert set(s) == BENCH_KEYS and all(f"_{k}_" in page for k in s)
-        for spread in (s["ratio"], s["read_ms"]):
-            assert 0 < spread["low"] <= spread["median"] <= spread["high"]
-        assert 0 < s["link_efficiency"] <= 1.05 and 0 <= s["waste"] < 1
-        assert s["copied"] + s["dropped"] == s["entries"]
-    full, routed, _ = o["settings"]
-    assert full["copied"] == full["entries"] and routed["copied"] < full["copied"]
-    if SLOW == 1:
-        assert routed["ratio"]["median"] > 1, "the link is the bound here: dropping must win"
-    assert world.status()["workers"] == []
-    r = bench(*argv, "-n", "1", "routed/index")
-    assert r.returncode == 0 and "equal under all settings" in r.stdout and "routed/index" in r.stdout
-
-
-def leftovers(world):
-    def mine(d):
-        return {str(d / n) for n in os.listdir(d) if "bench" in n} if d.is_dir() else set()
-    return mine(world.path / "tmp") | mine(pathlib.Path("/dev/shm")) | mine(pathlib.Path(f"/dev/shm/expertd-{os.geteuid()}"))
-
-
-def test_bench_starts_and_removes_its_own_instance(world, prompt):
-    (world.path / "tmp").mkdir()
-    env = {"TMPDIR": str(world.path / "tmp")}
-    before = leftovers(world)
-    r = bench("--model", STORY, "--prompt-file", prompt, "--link-gbps", "0.05", "-n", "1", "--json", "routed", env=env)
-    assert r.returncode == 0, r.stderr
-    assert json.loads(r.stdout)["same_bits"]
-    assert leftovers(world) <= before
-    assert not list((world.path / "tmp").iterdir())
-    r = bench("--model", PROMPT, "--prompt-file", prompt, env=env)
-    assert r.returncode == 2 and "prompt.txt" in r.stderr, r.stderr
-    assert leftovers(world) <= before
-
-
-def test_bench_interrupted_cleans_up(world, prompt):
-    (world.path / "tmp").mkdir()
-    before = leftovers(world)
-    p = world.spawn([BENCH, "--model", STORY, "--prompt-file", prompt, "--link-gbps", "0.001", "full"],
-                    env={**os.environ, "TMPDIR": str(world.path / "tmp")}, stdout=subprocess.PIPE)
-    tmp = world.path / "tmp"
-    world.until(lambda: list(tmp.glob("expert-bench.*/expertd/*/store")), what="its instance runs")
-    time.sleep(0.3 * SLOW)
-    p.send_signal(signal.SIGINT)
-    assert p.wait(15 * SLOW) == 2
-    assert "interrupted" in p.log.read_text()
-    assert leftovers(world) <= before and not list(tmp.iterdir())
-
-
-def test_bench_passes_on_why_a_read_failed(world, prompt):
-    world.expertd()
-    r = bench("--runtime-dir", world.runtime, "--prompt-file", prompt, "--ring", "0", "full")
-    assert r.returncode == 2
-    assert "--ring" in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
-    r = bench("--runtime-dir", world.runtime, "--instance", "nobody", "--prompt-file", prompt, "full")
-    assert r.returncode == 2 and "nobody" in r.stderr

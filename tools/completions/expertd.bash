@@ -38,11 +38,11 @@ _expertd_complete() {
     case $program in
     expertd)
         options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --device --stream --depth --floor
-            --order --link-gbps --link-latency-us --batch --watchdog-ms --io --io-depth --trace --drain-ms --log-level
-            -q --quiet --ready-fd"
+            --order --link-gbps --link-latency-us --batch --watchdog-ms --io --io-depth --trace --trace-file
+            --drain-ms --log-level -q --quiet --ready-fd"
         ;;
     inferd)
-        commands="run chat logits tokenize"
+        commands="run chat logits tokenize measure"
         local engine="--instance --runtime-dir --model --device --chunk --ctx --threads --ring --stream --order
             --depth --floor --link-gbps --link-latency-us --resident --poison --profile --watchdog -v --verbose"
         local prompt="--prompt --prompt-file --system --raw" report="--json --hash --quiet"
@@ -51,7 +51,7 @@ _expertd_complete() {
         run) options="$engine $prompt $sampling $report" ;;
         chat) options="$engine --system $sampling $report" ;;
         logits) options="$engine $prompt -n --ids --positions --routes --reads --keep $report" ;;
-        tokenize) options="$engine $prompt" ;;
+        tokenize | measure) options="$engine $prompt" ;;
         *) common="--help --version" ;;
         esac
         ;;
@@ -61,8 +61,9 @@ _expertd_complete() {
             --session --stream --order --depth --floor --link-gbps --link-latency-us"
         ;;
     expert-bench)
-        options="--model -i --instance --runtime-dir --prompt --prompt-file -n --pairs --link-gbps --link-latency-us
-            --ring --chunk --floor --resident --threads --inferd --expertd --json -q --quiet"
+        options="--model -i --instance --runtime-dir --prompt --prompt-file --tokens -n --pairs --seconds --generate
+            --bits --link-gbps --link-latency-us --ring --chunk --floor --ctx --resident --threads --inferd --expertd
+            --trace-file --json -q --quiet"
         ;;
     mkmodel)
         options="--simulate --text --json --preset --layers --hidden --heads --kv-heads --head-dim --experts --topk
@@ -72,7 +73,7 @@ _expertd_complete() {
     esac
 
     case $prev in
-    --model | -m | --prompt-file | --reads | --inferd | --expertd) _expertd_files -f "$cur" ;;
+    --model | -m | --prompt-file | --reads | --inferd | --expertd | --trace-file) _expertd_files -f "$cur" ;;
     --runtime-dir | --arena-dir) _expertd_files -d "$cur" ;;
     --instance | -i) _expertd_words "$(_expertd_instances 2>/dev/null)" "$cur" ;;
     --device) _expertd_words "auto host cuda" "$cur" ;;
@@ -81,6 +82,7 @@ _expertd_complete() {
     --pin) _expertd_words "auto require off" "$cur" ;;
     --io) _expertd_words "auto uring pread" "$cur" ;;
     --log-level) _expertd_words "error warning info debug" "$cur" ;;
+    --bits) _expertd_words "all last none" "$cur" ;;
     --positions) _expertd_words "last all" "$cur" ;;
     --preset) _expertd_words "tiny qwen3-30b-a3b story" "$cur" ;;
     --experts-type | --down-type | --attn-type | --embd-type)
@@ -90,7 +92,7 @@ _expertd_complete() {
         if [[ $cur == -* ]]; then
             _expertd_words "$options $common" "$cur"
         elif [[ $program == expert-bench ]]; then
-            _expertd_words "full routed/index routed/recent routed/predicted" "$cur"
+            _expertd_words "full routed/index routed/recent routed/predicted demand ahead oracle" "$cur"
         elif [[ $program == mkmodel ]]; then
             _expertd_files -f "$cur"
         elif ((COMP_CWORD == 1)) || [[ $program == expertctl ]]; then

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: MIT */
+/* Inside of a stream, shared by exd_stream.c (the walk's environment, life) and exd_stream_report.c (its end
+ * and what is told of it). */
+#ifndef EXD_STREAM_PRIV_H
+#define EXD_STREAM_PRIV_H
+
+#include "expertd/exd_stream.h"
+#include "expertd/exd_trace.h"
+#include "expertd/exd_trust.h"
+
+struct exd_stream {
+    const struct shm_arena_view *arena;
+    struct shm_worker_view control;
+    struct shm_geometry geometry;
+    struct krn_link *link;
+    const char *name;
+    struct exd_walk *walk;
+
+    /* Private copies of what the worker wrote; [layers] each. */
+    struct shm_mask *resident, *routed, *issued;
+    bool *published;
+    uint32_t *expected_row; /* [experts], of the layer named next */
+    uint32_t expected_layer;
+    enum exd_expectation expected_from;
+    uint32_t sure;                 /* of that row */
+    struct exd_trust_counts trust; /* how right they were, over the worker's life */
+    struct exd_trace *trace;       /* NULL: none */
+
+    uint64_t seq, group_base, groups;
+    uint64_t landed_base, landed, released, signalled, cpu_ns;
+    uint32_t flags, published_layers;
+    struct exd_stream_plan plan;
+    uint64_t bytes;
+    struct shm_error violation;
+};
+
+/* The layer's routing set once published, else NULL; looks at shared memory the first time. */
+const struct shm_mask *exd_stream_published(struct exd_stream *stream, uint32_t layer);
+
+uint64_t exd_stream_cpu_now_ns(void); /* CPU time of the calling thread */
+
+#endif
