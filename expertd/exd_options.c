@@ -66,7 +66,7 @@ static const struct argp_option option_table[] = {
      2},
     {"link-latency-us", KEY_LINK_LATENCY, "X", 0, "Add X microseconds to each copy (default: 0)", 2},
     {"batch", KEY_BATCH, "COPIES", 0,
-     "Most copies handed to a GPU's driver in one call, 1 to 16 (default: 8)", 2},
+     "Most copies handed to a GPU's driver in one call, 1 to 16 (default: 16)", 2},
     {"watchdog-ms", KEY_WATCHDOG, "MS", 0, "Longest wait without progress (default: 60000)", 2},
     {NULL, 0, NULL, 0, "Reading the model file:", 3},
     {"io", KEY_IO, "auto|uring|pread", 0, "Reading engine (default: auto)", 3},
