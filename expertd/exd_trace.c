@@ -71,11 +71,10 @@ void exd_trace_entry(struct exd_trace *t, uint32_t layer, uint32_t expert, uint6
 {
     if (!t || t->head.entries == t->entries_max)
         return;
-    t->entry[t->head.entries++] =
-        (struct exd_trace_entry){.issued_ns = shm_now_ns(),
-                                 .group = (uint32_t)group,
-                                 .layer = (uint16_t)layer,
-                                 .expert = (uint16_t)(expert | flags)};
+    t->entry[t->head.entries++] = (struct exd_trace_entry){.issued_ns = shm_now_ns(),
+                                                           .group = (uint32_t)group,
+                                                           .layer = (uint16_t)layer,
+                                                           .expert = (uint16_t)(expert | flags)};
     t->last_wait = 0;
 }
 

@@ -72,7 +72,8 @@ void exd_trace_free(struct exd_trace **trace); /* accepts NULL, nulls */
 /* Empties it. The others add; all accept NULL and then do nothing. What does not fit is left out. */
 void exd_trace_begin(struct exd_trace *trace, const struct exd_trace_head *head);
 void exd_trace_layer(struct exd_trace *trace, uint32_t layer, uint64_t published_ns);
-void exd_trace_entry(struct exd_trace *trace, uint32_t layer, uint32_t expert, uint64_t group, uint32_t flags);
+void exd_trace_entry(struct exd_trace *trace, uint32_t layer, uint32_t expert, uint64_t group,
+                     uint32_t flags);
 void exd_trace_event(struct exd_trace *trace, enum exd_trace_kind kind, uint64_t value);
 /* routed: [layers], all zero where a layer was not published. */
 void exd_trace_end(struct exd_trace *trace, uint32_t result, const struct shm_mask *routed);
