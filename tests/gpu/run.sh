@@ -7,6 +7,7 @@
 #   daemon     expertd against a worker's protocol                 settings   what only a GPU refuses or reports
 #   stream     streams without compute, speed                      soak       10,000 streams with random settings
 #   scale      real shapes against an independent float32 model    kills      kill -9 of either side, 100 times each
+#   restart    worker and expertd killed: time by phase, residents, 36 GB of memory for a 17 GB model
 #   sanitizer  compute-sanitizer: memcheck, racecheck, synccheck   two_gpus   one expertd, a worker on each GPU
 #
 # Prints each one's figures, then a table, last "N passed, N failed, N skipped". Exit status 1 when anything failed,
@@ -16,7 +17,7 @@ set -uo pipefail
 top=$(cd "$(dirname "$0")/../.." && pwd)
 build=${BUILD_DIR:-$top/build-gpu}
 limit=${LIMIT_S:-300}
-all="kernels link daemon stream goldens bits settings soak kills scale sanitizer two_gpus"
+all="kernels link daemon stream goldens bits settings soak kills scale restart sanitizer two_gpus"
 stages=${*:-$all}
 for stage in $stages; do
     case " $all " in
@@ -70,6 +71,14 @@ stage() {
         ;;
     bits | settings | soak | kills) pytest "test_$1_gpu.py" ;;
     scale) "$python" "$top"/tests/gpu/reference_torch.py "$build" ;;
+    restart)
+        local model=${MODEL:-$scratch}
+        [ -f "$model" ] || "$build"/tools/mkmodel --preset=qwen3-30b-a3b "$model" >"$build.log" || return 1
+        "$python" "$top"/tests/gpu/restart.py "$build" "$model"
+        local status=$?
+        [ -n "${MODEL:-}" ] || rm -f "$model"
+        return $status
+        ;;
     sanitizer) "$top"/tests/gpu/sanitizer.sh "$build" ;;
     two_gpus) "$python" "$top"/tests/gpu/two_gpus.py "$build" ;;
     esac
