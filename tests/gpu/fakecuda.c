@@ -165,7 +165,9 @@ int fake_module_unload(void *module)
 int fake_module_function(void **ret_function, void *module, const char *name)
 {
     fake_note("cuModuleGetFunction", 0, "%s", name);
-    *ret_function = module;
+    *ret_function = fake_kernel_find ? fake_kernel_find(name) : module;
+    if (!*ret_function)
+        return KRN_CUDA_NOT_FOUND;
     return strncmp(name, "krn_", 4) ? KRN_CUDA_NOT_FOUND : 0;
 }
 int fake_function_attribute(void *function, int attribute, int value)
@@ -176,9 +178,12 @@ int fake_function_attribute(void *function, int attribute, int value)
 int fake_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                 unsigned shared, void *stream, void **arguments, void **extra)
 {
-    (void)function, (void)arguments, (void)extra, (void)shared;
+    (void)extra, (void)shared;
     fake_note("cuLaunchKernel", fake_stream_number(stream), "%u %u %u x %u %u %u", gx, gy, gz, bx, by, bz);
-    return fake_fails("cuLaunchKernel");
+    int rc = fake_fails("cuLaunchKernel");
+    return rc || !fake_kernel_run
+               ? rc
+               : fake_stream_launch(stream, function, (const unsigned[3]){gx, gy, gz}, bx, arguments);
 }
 
 int fake_get_error_name(int result, const char **ret_name)

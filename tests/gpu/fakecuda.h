@@ -35,4 +35,14 @@ bool fake_inside(uint64_t address, size_t bytes, unsigned kinds);
 
 int fake_stream_number(void *stream);
 
+/* Kernels: only libemucuda.so has them (emu_library.c); without, a launch does nothing. */
+#define FAKE_ARGUMENTS 512
+__attribute__((weak)) void *fake_kernel_find(const char *name);
+__attribute__((weak)) void fake_kernel_keep(void *function, unsigned grid_x, void **arguments,
+                                            void *ret_args);
+__attribute__((weak)) void fake_kernel_run(void *function, const unsigned grid[3], unsigned threads,
+                                           void *args);
+int fake_stream_launch(void *stream, void *function, const unsigned grid[3], unsigned threads,
+                       void **arguments);
+
 #endif

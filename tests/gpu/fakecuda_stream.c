@@ -11,12 +11,13 @@
 
 static _Atomic int next_stream;
 
-enum op_kind { OP_COPY, OP_WRITE_32, OP_WRITE_64, OP_WAIT_32, OP_FILL, OP_EVENT };
+enum op_kind { OP_COPY, OP_WRITE_32, OP_WRITE_64, OP_WAIT_32, OP_FILL, OP_EVENT, OP_LAUNCH };
 struct op {
     struct op *next;
     enum op_kind kind;
     uint64_t target, source, value;
     size_t bytes;
+    unsigned grid[3], threads; /* OP_LAUNCH: target is the function, source its arguments, to be freed */
 };
 struct event {
     _Atomic uint64_t recorded, done;
@@ -71,6 +72,10 @@ static void perform(const struct op *op)
         break;
     case OP_WAIT_32:
         break;
+    case OP_LAUNCH:
+        fake_kernel_run(target, op->grid, op->threads, (void *)(uintptr_t)op->source);
+        free((void *)(uintptr_t)op->source);
+        break;
     }
 }
 
@@ -115,6 +120,20 @@ static int enqueue(struct stream *s, struct op op)
     pthread_cond_signal(&s->work);
     pthread_mutex_unlock(&s->lock);
     return 0;
+}
+
+int fake_stream_launch(void *stream, void *function, const unsigned grid[3], unsigned threads,
+                       void **arguments)
+{
+    void *args = malloc(FAKE_ARGUMENTS);
+    if (!args)
+        return KRN_CUDA_OUT_OF_MEMORY;
+    fake_kernel_keep(function, grid[0], arguments, args);
+    return enqueue(stream, (struct op){.kind = OP_LAUNCH,
+                                       .target = (uint64_t)(uintptr_t)function,
+                                       .source = (uint64_t)(uintptr_t)args,
+                                       .grid = {grid[0], grid[1], grid[2]},
+                                       .threads = threads});
 }
 
 int fake_stream_number(void *stream)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: MIT
+"""Whole workers on a GPU that a CPU plays (tests/gpu/emu_library.c): the CUDA kernels' code, the CUDA device's order of
+waits, copies and publications between two processes. Slow, so for prompts of a few tokens; tests/gpu has the rest.
+"""
+import json
+import subprocess
+
+import pytest
+
+from conftest import BUILD, INFERD, SLOW, prompts
+
+EMULATED = BUILD / "tests/gpu/libemucuda.so"
+
+
+@pytest.fixture
+def emulated(world, monkeypatch):
+    if not EMULATED.exists():
+        pytest.skip("the emulated GPU is not built")
+    monkeypatch.setenv("EXPERTD_CUDA_LIBRARY", str(EMULATED))
+    world.expertd("--device", "cuda")
+    return world
+
+
+def reads(world, lines, *options):
+    r = subprocess.run([str(INFERD), "logits", *world.where(), "--raw", "--hash", "--chunk", "16", "--ctx", "64", "--reads", "-",
+                        *map(str, options)], input="".join(line + "\n" for line in lines), capture_output=True, text=True,
+                       timeout=120 * SLOW)
+    if "not in this program" in r.stderr:
+        pytest.skip("built without nvcc")
+    assert r.returncode == 0, r.stderr
+    got = [json.loads(line) for line in r.stdout.splitlines()]
+    assert len(got) == len(lines) and not any("error" in g for g in got), got
+    return got
+
+
+@pytest.mark.slow
+def test_bits_and_logits(emulated):
+    """Within the bounds of 16-bit operands of the host's float32, and the same bits in every setting."""
+    ids = ",".join(map(str, prompts()["chat1"]["ids"][:8]))
+    host = reads(emulated, ["--positions all --routes"], "--device", "host", "--ids", ids)[0]
+    lines = ["--floor 1 --stream full --positions all --routes -n 6", "--floor 1 --order predicted", "--chunk 3 --floor 1 --order recent",
+             "--floor 1 --stream full --ring 3", "--floor 100 --ring 20", "--floor 100 --ring 3"]
+    got = reads(emulated, lines, "--device", "cuda", "--ids", ids, "--positions", "none", "--poison")
+    got += reads(emulated, ["--floor 1 --order index"], "--device", "cuda", "--ids", ids, "--positions", "none", "--resident", 11)
+    assert len({g["hash"] for g in got}) == 1, got
+    assert got[1]["stream"]["dropped"] and got[4]["stream"]["copied"] == got[4]["stream"]["routed"]
+    differ = [(a, b) for a, b in zip(got[0]["routes"], host["routes"])
+              if any(set(a[i:i + 8]) != set(b[i:i + 8]) for i in range(0, len(a), 8))]
+    assert not differ
+    for a, b in zip(got[0]["logits"], host["logits"]):
+        off = max(abs(x - y) for x, y in zip(a["logits"], b["logits"])) / max(map(abs, b["logits"]))
+        assert off < 5e-3, f"logits at {a['position']} off by {off:.2e}"
+    whole = reads(emulated, ["-n 6"], "--device", "host", "--ids", ids, "--positions", "none")[0]
+    assert got[0]["greedy"]["ids"] == whole["greedy"]["ids"]
+
+
+@pytest.mark.slow
+def test_follow_up_turn(emulated):
+    ids = prompts()["chat1"]["ids"][:9]
+    part = [",".join(map(str, x)) for x in (ids, ids[:4], ids[4:])]
+    one, _, rest = reads(emulated, [f"--ids {part[0]}", f"--ids {part[1]}", f"--keep --ids {part[2]}"], "--device", "cuda",
+                         "--positions", "last")
+    assert rest["logits"][0]["logits"] == one["logits"][0]["logits"]
