@@ -50,12 +50,7 @@ int inf_cmd_open(struct inf_options *o, struct inf_engine **ret_engine)
     }
     if (!rc)
         rc = inf_engine_open(&o->engine, &err, ret_engine);
-    if (rc)
-        return inf_cmd_fail(rc, &err);
-    const char *note = (*ret_engine)->device->note;
-    if (note[0] && !o->quiet && !o->json && !o->verbose) /* those tell it in their report */
-        fprintf(stderr, "inferd: computing on the host: %s\n", note);
-    return 0;
+    return rc ? inf_cmd_fail(rc, &err) : 0;
 }
 
 int inf_cmd_prompt(const struct inf_options *o, struct inf_engine *e, struct shm_error *err,

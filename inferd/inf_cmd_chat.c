@@ -161,6 +161,8 @@ int inf_cmd_chat(int argc, char **argv)
     if (!rc && c.terminal)
         fprintf(stderr, "%s, attached in %.1f ms. /quit ends, Ctrl-C cuts an answer short.\n",
                 c.engine->model->hparams.name, (double)c.engine->attach_ns / 1e6);
+    if (!rc && c.terminal && c.engine->device->note[0])
+        fprintf(stderr, "Computing on the host: %s\n", c.engine->device->note);
     status = rc ? inf_cmd_fail(rc, &err) : talk(&c);
     inf_talk_close(&c.talk);
     inf_chat_destroy(&c.template);

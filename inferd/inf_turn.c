@@ -269,8 +269,11 @@ void inf_turn_report(const struct inf_talk *t, const struct inf_turn *turn, FILE
         fprintf(f, "held off: %s\n", shm_held_off_text(s->held_off));
     if (t->options->hash)
         fprintf(f, "logits hash: %016llx\n", (unsigned long long)turn->hash);
+    const char *note = t->engine->device->note;
     if (t->options->verbose)
         report_memory(t, f);
+    else if (note[0])
+        fprintf(f, "computed on the host: %s\n", note);
 }
 
 json_t *inf_stream_sum_json(const struct inf_stream_sum *s)
