@@ -53,6 +53,8 @@ enum key {
     KEY_IDS,
     KEY_POSITIONS,
     KEY_ROUTES,
+    KEY_URL,
+    KEY_REMOTE_KEY,
     KEY_READS,
     KEY_KEEP,
 };
@@ -113,28 +115,34 @@ static const struct group {
       "Many reads in one process: each line of FILE (-: of standard input) holds the options of one", 0}},
     {INF_GROUP_LOGITS,
      {"keep", KEY_KEEP, 0, 0, "In a line of --reads: go on behind what the read before it left", 0}},
-    {INF_GROUP_SAMPLING | INF_GROUP_LOGITS, {0, 0, 0, 0, "Answer:", 3}},
+    {INF_GROUP_SAMPLING | INF_GROUP_LOGITS | INF_GROUP_SERVE, {0, 0, 0, 0, "Answer:", 3}},
     {INF_GROUP_SAMPLING | INF_GROUP_LOGITS,
      {0, 'n', "N", 0, "Most tokens to write (default: 128; chat: 512; logits: 0)", 0}},
-    {INF_GROUP_SAMPLING,
+    {INF_GROUP_SAMPLING | INF_GROUP_SERVE,
      {"temperature", KEY_TEMPERATURE, "T", 0, "0: always the likeliest token (default: 0.7)", 0}},
-    {INF_GROUP_SAMPLING, {"top-k", KEY_TOP_K, "K", 0, "Only the K likeliest; 0: off (default: 20)", 0}},
-    {INF_GROUP_SAMPLING,
+    {INF_GROUP_SAMPLING | INF_GROUP_SERVE,
+     {"top-k", KEY_TOP_K, "K", 0, "Only the K likeliest; 0: off (default: 20)", 0}},
+    {INF_GROUP_SAMPLING | INF_GROUP_SERVE,
      {"top-p", KEY_TOP_P, "P", 0, "Only the likeliest that sum up to P; 1: off (default: 0.8)", 0}},
-    {INF_GROUP_SAMPLING,
+    {INF_GROUP_SAMPLING | INF_GROUP_SERVE,
      {"min-p", KEY_MIN_P, "P", 0, "Only those at least P times as likely as the first (default: 0)", 0}},
-    {INF_GROUP_SAMPLING,
+    {INF_GROUP_SAMPLING | INF_GROUP_SERVE,
      {"repeat-penalty", KEY_PENALTY, "R", 0, "Make repeated tokens less likely; 1: off (default: 1)", 0}},
     {INF_GROUP_SAMPLING, {"seed", KEY_SEED, "N", 0, "Of the random numbers (default: 0)", 0}},
     {INF_GROUP_SAMPLING,
      {"ignore-eos", KEY_IGNORE_EOS, 0, 0, "Go on after the model has ended its answer", 0}},
+    {INF_GROUP_REMOTE, {0, 0, 0, 0, "A server instead of an engine of our own:", 6}},
+    {INF_GROUP_REMOTE, {"url", KEY_URL, "URL", 0, "Talk to this inferd serve: http://ADDRESS:PORT", 0}},
+    {INF_GROUP_REMOTE,
+     {"api-key-file", KEY_REMOTE_KEY, "FILE", 0, "The key for it: the file's first line", 0}},
     {INF_GROUP_REPORT, {0, 0, 0, 0, "Output:", 5}},
     {INF_GROUP_REPORT, {"json", KEY_JSON, 0, 0, "One JSON object a turn instead of the text", 0}},
     {INF_GROUP_REPORT, {"hash", KEY_HASH, 0, 0, "Compute all logits and print their XXH3-64", 0}},
     {INF_GROUP_ENGINE, {"verbose", 'v', 0, 0, "Memory and where the time went, too", 5}},
     {INF_GROUP_REPORT, {"quiet", KEY_QUIET, 0, 0, "No progress, no report", 0}},
 };
-#define ENTRIES (sizeof table / sizeof table[0])
+#define SERVE_MAX 24
+#define ENTRIES   (sizeof table / sizeof table[0])
 
 /* What a parser of shm_word.h says, through argp. */
 static void complain(struct argp_state *state, const struct shm_error *err)
@@ -304,6 +312,12 @@ static error_t parse_text(int key, char *arg, struct argp_state *state, struct i
     case KEY_IGNORE_EOS:
         o->ignore_eos = true;
         break;
+    case KEY_URL:
+        o->url = arg;
+        break;
+    case KEY_REMOTE_KEY:
+        o->serve.api_key_file = arg;
+        break;
     case KEY_JSON:
         o->json = true;
         break;
@@ -338,18 +352,28 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         return 0;
     }
     error_t rc = parse_engine(key, arg, state, p->o);
-    return rc == ARGP_ERR_UNKNOWN ? parse_text(key, arg, state, p->o) : rc;
+    if (rc == ARGP_ERR_UNKNOWN)
+        rc = parse_text(key, arg, state, p->o);
+    return rc == ARGP_ERR_UNKNOWN && (p->groups & INF_GROUP_SERVE)
+               ? inf_serve_parse(key, arg, state, &p->o->serve)
+               : rc;
 }
 
 void inf_options_parse(int argc, char **argv, unsigned groups, const char *doc,
                        struct inf_options *ret_options)
 {
     struct inf_options o = {.n = 128, .engine.gpu = -1};
-    struct argp_option options[ENTRIES + 1] = {{0}};
+    struct argp_option options[ENTRIES + SERVE_MAX + 1] = {{0}};
     size_t n = 0;
     for (size_t i = 0; i < ENTRIES; i++)
         if (table[i].group & groups)
             options[n++] = table[i].option;
+    for (size_t i = 0; (groups & INF_GROUP_SERVE) && i < SERVE_MAX; i++) {
+        if (!inf_serve_table[i].name && !inf_serve_table[i].doc)
+            break;
+        options[n++] = inf_serve_table[i];
+    }
+    inf_serve_default(&o.serve);
     inf_sampler_params_default(&o.sampler);
     o.engine.store.name = "inferd";
     const struct argp argp = {.options = options,

@@ -21,7 +21,10 @@ struct inf_sampler {
     double *weights;         /* n_vocab */
     int32_t *window;         /* ring of the last accepted ids */
     uint32_t window_size, window_n, window_at;
-    uint32_t *seen; /* n_vocab: how often in the window */
+    uint32_t *seen;    /* n_vocab: how often in the window */
+    uint32_t *written; /* n_vocab: how often in the answer; NULL: no such penalty */
+    float *bias;       /* n_vocab; NULL: none */
+    const uint64_t *allowed;
     struct {
         uint64_t random[4];
         int32_t *window;
@@ -77,6 +80,12 @@ static int check_params(const struct inf_sampler_params *p, uint32_t n_vocab, st
         return shm_error_set(err, EINVAL,
                              "sampler: repeat penalty %g; use a value above 0, up to 100; 1 is off",
                              p->repeat_penalty);
+    if (!(p->presence_penalty >= -2 && p->presence_penalty <= 2))
+        return shm_error_set(err, EINVAL, "sampler: presence penalty %g; use -2 to 2, 0 is off",
+                             p->presence_penalty);
+    if (!(p->frequency_penalty >= -2 && p->frequency_penalty <= 2))
+        return shm_error_set(err, EINVAL, "sampler: frequency penalty %g; use -2 to 2, 0 is off",
+                             p->frequency_penalty);
     if (p->repeat_last_n > INF_SAMPLER_WINDOW_MAX)
         return shm_error_set(err, EINVAL, "sampler: repeat window of %u ids; use at most %u",
                              p->repeat_last_n, INF_SAMPLER_WINDOW_MAX);
@@ -103,7 +112,11 @@ int inf_sampler_create(const struct inf_sampler_params *params, uint32_t n_vocab
         s->mark.window = calloc((size_t)s->window_size + 1, sizeof *s->mark.window);
         s->seen = calloc(n_vocab, sizeof *s->seen);
     }
-    if (!s || !s->cands || !s->weights || !s->window || !s->mark.window || !s->seen) {
+    bool count = params->presence_penalty != 0 || params->frequency_penalty != 0;
+    if (s && count)
+        s->written = calloc(n_vocab, sizeof *s->written);
+    if (!s || (count && !s->written) || !s->cands || !s->weights || !s->window || !s->mark.window ||
+        !s->seen) {
         inf_sampler_destroy(&s);
         return shm_error_set(err, ENOMEM, "sampler: no memory for %u logits; free some", n_vocab);
     }
@@ -118,6 +131,8 @@ void inf_sampler_destroy(struct inf_sampler **sampler)
     struct inf_sampler *s = sampler ? *sampler : NULL;
     if (!s)
         return;
+    free(s->bias);
+    free(s->written);
     free(s->seen);
     free(s->mark.window);
     free(s->window);
@@ -140,8 +155,31 @@ void inf_sampler_accept(struct inf_sampler *s, int32_t id)
     s->window_at = (s->window_at + 1) % s->window_size;
 }
 
+void inf_sampler_written(struct inf_sampler *s, int32_t id)
+{
+    if (s->written && id >= 0 && (uint32_t)id < s->n_vocab)
+        s->written[id]++;
+}
+
+int inf_sampler_bias(struct inf_sampler *s, int32_t id, float bias)
+{
+    if (id < 0 || (uint32_t)id >= s->n_vocab)
+        return -ERANGE;
+    if (!s->bias && !(s->bias = calloc(s->n_vocab, sizeof *s->bias)))
+        return -ENOMEM;
+    s->bias[id] += bias;
+    return 0;
+}
+
+void inf_sampler_allow(struct inf_sampler *s, const uint64_t *bits)
+{
+    s->allowed = bits;
+}
+
 void inf_sampler_reset(struct inf_sampler *s, uint64_t seed)
 {
+    if (s->written)
+        memset(s->written, 0, s->n_vocab * sizeof *s->written);
     memset(s->seen, 0, s->n_vocab * sizeof *s->seen);
     s->window_n = s->window_at = 0;
     random_seed(s->random, seed);
@@ -168,6 +206,10 @@ void inf_sampler_rewind(struct inf_sampler *s)
 
 static float penalized(const struct inf_sampler *s, float logit, uint32_t id)
 {
+    if (s->bias)
+        logit += s->bias[id];
+    if (s->written && s->written[id])
+        logit -= s->params.presence_penalty + s->params.frequency_penalty * (float)s->written[id];
     if (!s->seen[id])
         return logit;
     return logit > 0 ? logit / s->params.repeat_penalty : logit * s->params.repeat_penalty;
@@ -228,6 +270,10 @@ int32_t inf_sampler_next(struct inf_sampler *s, const float *logits)
     for (uint32_t i = 0; i < s->n_vocab; i++) {
         float logit = logits[i];
         if (isnan(logit) || (isinf(logit) && logit < 0))
+            continue;
+        if (s->allowed && !(s->allowed[i / 64] >> (i % 64) & 1))
+            continue;
+        if (s->bias && isinf(s->bias[i]) && s->bias[i] < 0)
             continue;
         /* Finite from here on, so that differences are numbers. */
         logit = fmaxf(-FLT_MAX, fminf(FLT_MAX, penalized(s, logit, i)));

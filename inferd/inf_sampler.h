@@ -3,6 +3,9 @@
  * From one row of logits to the next token id.
  *
  * Order, each step on the result of the one before:
+ *   0. ids that are not allowed (inf_sampler_allow) are left out; then
+ *      l + bias (inf_sampler_bias), then l - frequency * n - (n > 0 ? presence : 0)
+ *      for an id written n times (inf_sampler_written)
  *   1. repeat penalty r over the distinct ids among the last repeat_last_n
  *      accepted ones: l > 0 ? l / r : l * r
  *   2. temperature t: l / t; t == 0 ends here with the greatest logit (ties:
@@ -25,12 +28,14 @@
 #include <stdint.h>
 
 struct inf_sampler_params {
-    float temperature;      /* >= 0; 0: greedy */
-    int32_t top_k;          /* >= 0; 0: off */
-    float top_p;            /* 0 < p <= 1; 1: off */
-    float min_p;            /* 0 <= p <= 1; 0: off */
-    float repeat_penalty;   /* > 0; 1: off */
-    uint32_t repeat_last_n; /* window; 0: off; at most INF_SAMPLER_WINDOW_MAX */
+    float temperature;       /* >= 0; 0: greedy */
+    int32_t top_k;           /* >= 0; 0: off */
+    float top_p;             /* 0 < p <= 1; 1: off */
+    float min_p;             /* 0 <= p <= 1; 0: off */
+    float repeat_penalty;    /* > 0; 1: off */
+    uint32_t repeat_last_n;  /* window; 0: off; at most INF_SAMPLER_WINDOW_MAX */
+    float presence_penalty;  /* -2 .. 2; 0: off */
+    float frequency_penalty; /* likewise */
     uint64_t seed;
 };
 
@@ -56,12 +61,24 @@ void inf_sampler_accept(struct inf_sampler *sampler, int32_t id);
  * greatest float). */
 int32_t inf_sampler_next(struct inf_sampler *sampler, const float *logits);
 
+/* Counts an id of the answer for presence and frequency penalty. Mark and rewind leave these counts alone: a
+ * sampler with these penalties serves one answer. */
+void inf_sampler_written(struct inf_sampler *sampler, int32_t id);
+
+/* Adds to an id's logits from now on; several calls add up. -ERANGE: no such id. Minus infinity forbids it.
+ */
+int inf_sampler_bias(struct inf_sampler *sampler, int32_t id, float bias);
+
+/* Only ids whose bit (bits[id / 64] >> id % 64) is set may come next. Borrowed until the next call; NULL:
+ * all. */
+void inf_sampler_allow(struct inf_sampler *sampler, const uint64_t *bits);
+
 /* Remembers window and generator; rewind goes back there, as often as wanted. For turns that fail half-way:
  * the next one must not depend on them. Before the first mark, rewind goes back to the start. */
 void inf_sampler_mark(struct inf_sampler *sampler);
 void inf_sampler_rewind(struct inf_sampler *sampler);
 
-/* Empties the window and seeds the generator again. */
+/* Empties the window, the counts of the answer, and seeds the generator again. */
 void inf_sampler_reset(struct inf_sampler *sampler, uint64_t seed);
 
 #endif

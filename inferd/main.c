@@ -5,12 +5,24 @@
 #include <stdio.h>
 #include <string.h>
 
+#ifdef INF_WITHOUT_SERVE
+int inf_cmd_serve(int argc, char **argv)
+{
+    (void)argc;
+    (void)argv;
+    fputs("inferd: built without libevent, so there is no server: install libevent-dev and build again\n",
+          stderr);
+    return 1;
+}
+#endif
+
 static const struct {
     const char *name, *help;
     int (*run)(int argc, char **argv);
 } commands[] = {
     {"run", "read a prompt and write an answer", inf_cmd_run},
     {"chat", "a conversation in the terminal", inf_cmd_chat},
+    {"serve", "answer requests over HTTP", inf_cmd_serve},
     {"logits", "logits, routing and greedy continuation as JSON, for tests", inf_cmd_logits},
     {"tokenize", "token ids of a text", inf_cmd_tokenize},
     {"measure", "reads as told on standard input, for expert-bench", inf_cmd_measure},
@@ -48,6 +60,6 @@ int main(int argc, char **argv)
         puts("inferd " EXPERTD_VERSION);
         return 0;
     }
-    fprintf(stderr, "inferd: '%s' is no command: run, chat, logits, tokenize or measure\n", argv[1]);
+    fprintf(stderr, "inferd: '%s' is no command: run, chat, serve, logits, tokenize or measure\n", argv[1]);
     return 2;
 }

@@ -11,7 +11,7 @@ from conftest import BUILD, EXPERTCTL, EXPERTD, INFERD, MKMODEL, SLOW, TOP
 BENCH = BUILD / "tools/expert-bench"
 PROGRAMS = {"expertd": (EXPERTD, 8), "inferd": (INFERD, 1), "expertctl": (EXPERTCTL, 1), "expert-bench": (BENCH, 1),
             "mkmodel": (MKMODEL, 1)}
-INFERD_COMMANDS = ["run", "chat", "logits", "tokenize", "measure"]
+INFERD_COMMANDS = ["run", "chat", "serve", "logits", "tokenize", "measure"]
 # program, its command
 CASES = [(p, None) for p in PROGRAMS if p != "inferd"] + [("inferd", c) for c in INFERD_COMMANDS]
 COMPLETION = TOP / "tools/completions/expertd.bash"
@@ -129,6 +129,8 @@ WRONG = [
     ("inferd", ["run", "--floor", "0"], "floor"),
     ("inferd", ["run", "--device", "cuda:x"], "--device"),
     ("inferd", ["chat", "hello"], "hello"),
+    ("inferd", ["serve", "hello"], "hello"),
+    ("inferd", ["serve", "--queue", "0"], "queue"),
     ("expertctl", ["--no-such-option"], "no-such-option"),
     ("expertctl", ["sing"], "sing"),
     ("expertctl", ["status", "stop"], "one command"),

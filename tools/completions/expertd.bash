@@ -42,14 +42,19 @@ _expertd_complete() {
             --drain-ms --log-level -q --quiet --ready-fd"
         ;;
     inferd)
-        commands="run chat logits tokenize measure"
+        commands="run chat serve logits tokenize measure"
         local engine="--instance --runtime-dir --model --device --chunk --ctx --threads --ring --stream --order
             --depth --floor --link-gbps --link-latency-us --resident --poison --profile --watchdog -v --verbose"
         local prompt="--prompt --prompt-file --system --raw" report="--json --hash --quiet"
-        local sampling="-n --temperature --top-k --top-p --min-p --repeat-penalty --seed --ignore-eos"
+        local likely="--temperature --top-k --top-p --min-p --repeat-penalty"
+        local sampling="-n $likely --seed --ignore-eos"
+        local server="--listen --api-key-file --cors --model-name --chat-template --conversations --queue --connections
+            --max-tokens --header-kb --body-mb --send-kb --read-seconds --write-seconds --drain-seconds
+            --resume-seconds"
         case ${COMP_WORDS[1]} in
         run) options="$engine $prompt $sampling $report" ;;
         chat) options="$engine --system $sampling $report" ;;
+        serve) options="$engine $likely $server" ;;
         logits) options="$engine $prompt -n --ids --positions --routes --reads --keep $report" ;;
         tokenize | measure) options="$engine $prompt" ;;
         *) common="--help --version" ;;

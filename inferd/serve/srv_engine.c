@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: MIT */
+#include "inferd/serve/srv_engine.h"
+
+#include "inferd/inf_cmd.h"
+#include "inferd/inf_launch.h"
+#include "inferd/serve/srv_engine_priv.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define IDLE_MS  100  /* between two looks at expertd */
+#define RETRY_MS 500u /* an attempt to attach */
+
+const char *srv_state_name(enum srv_state state)
+{
+    static const char *const name[] = {"starting", "ready", "away", "failed", "ended"};
+    return name[state];
+}
+
+static void tell(struct srv_engine *e, enum srv_state state, const char *error)
+{
+    pthread_mutex_lock(&e->lock);
+    e->status.state = state;
+    snprintf(e->status.error, sizeof e->status.error, "%s", error ? error : "");
+    pthread_mutex_unlock(&e->lock);
+    uint64_t one = 1;
+    if (write(e->config.event_fd, &one, sizeof one) < 0)
+        return; /* full: readable already */
+}
+
+/* Makes what others may look at. */
+void srv_engine_publish(struct srv_engine *e)
+{
+    const struct inf_store *s = &e->engine->store;
+    pthread_mutex_lock(&e->lock);
+    struct srv_status *t = &e->status;
+    t->session = s->session;
+    t->settings = s->settings;
+    t->ring = s->layout.geometry.ring;
+    t->ring_bytes = s->ring.bytes;
+    t->resident = s->config.resident;
+    t->resident_bytes = s->resident_bytes;
+    t->attach_ns = e->engine->attach_ns;
+    t->activation_bytes = e->engine->device->activation_bytes;
+    t->kv_bytes = 0;
+    t->n_conversations = e->n_slots;
+    t->conversations_max = e->config.conversations;
+    for (unsigned i = 0; i < e->n_slots; i++) {
+        t->conversation[i].tokens = e->slots[i].conversation->n;
+        t->conversation[i].used_ns = e->slots[i].used_ns;
+        t->conversation[i].busy = e->slots[i].busy;
+        t->kv_bytes += e->slots[i].conversation->kv->bytes;
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+static void fill_info(struct srv_engine *e)
+{
+    const struct inf_engine *g = e->engine;
+    const struct shm_hparams *h = &g->model->hparams;
+    struct srv_info *i = &e->info;
+    snprintf(i->model, sizeof i->model, "%.127s", h->name);
+    i->vocab = h->vocab;
+    i->ctx = g->ctx;
+    i->chunk = g->chunk;
+    i->layers = h->layers;
+    i->experts = h->experts;
+    i->experts_used = h->experts_used;
+    snprintf(i->device, sizeof i->device, "%s", g->device->text);
+    snprintf(i->device_note, sizeof i->device_note, "%s", g->device->note);
+    i->tokenizer = g->tokenizer;
+    i->chat_template = g->chat_template;
+    i->chat_template_bytes = g->chat_template_bytes;
+    atomic_store(&e->informed, true);
+}
+
+static int open_engine(struct srv_engine *e, struct shm_error *err)
+{
+    static char instance[PRT_INSTANCE_MAX + 1]; /* the config borrows it */
+    struct inf_options *o = e->config.options;
+    int rc = 0;
+    o->engine.store.cancel = srv_queue_interrupt(e->config.queue);
+    if (o->model) {
+        rc = inf_launch(o->engine.store.runtime_dir, o->engine.store.instance, o->model, o->quiet,
+                        o->engine.store.cancel, instance, err);
+        o->engine.store.instance = instance;
+    }
+    if (rc || (rc = inf_engine_open(&o->engine, err, &e->engine)))
+        return rc;
+    e->logits = calloc(e->engine->model->hparams.vocab, sizeof *e->logits);
+    e->vocab = srv_vocab_create(e->engine->tokenizer, e->engine->model->hparams.vocab);
+    if (!e->logits || !e->vocab || inf_detok_create(e->engine->tokenizer, false, &e->detok) ||
+        inf_detok_create(e->engine->tokenizer, true, &e->detok_special))
+        return shm_error_set(err, ENOMEM, "no memory for the vocabulary's tables: free some");
+    return srv_slots_open(e, err);
+}
+
+/* Waits for the next expertd, at most wait_ms (0: as long as it takes, or until the queue is finished). */
+int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, const struct srv_job *job,
+                        struct shm_error *err)
+{
+    uint64_t start_ns = shm_now_ns();
+    bool again;
+    srv_queue_pause(e->config.queue);
+    tell(e, SRV_AWAY, "expertd is gone; waiting for the next one");
+    fprintf(stderr, "<4>inferd: expertd is gone: new requests get 503 until the next one is attached\n");
+    for (;;) {
+        *err = (struct shm_error){0};
+        int rc = inf_engine_ensure(e->engine, RETRY_MS, &again, err);
+        if (!rc)
+            break;
+        if (rc == -EUCLEAN || rc == -EINVAL)
+            return rc;
+        if (job && atomic_load(&job->cancelled))
+            return -ECANCELED;
+        if (wait_ms && shm_now_ns() - start_ns > (uint64_t)wait_ms * 1000000)
+            return shm_error_set(err, ESHUTDOWN, "expertd is away: try again when it is back");
+        if (!job && srv_queue_finished(e->config.queue))
+            return -ECANCELED;
+        usleep(20000);
+    }
+    srv_stats_attached(e->config.stats);
+    fprintf(stderr, "<5>inferd: attached to the next expertd in %.1f ms\n",
+            (double)e->engine->attach_ns / 1e6);
+    srv_engine_publish(e);
+    srv_queue_open(e->config.queue);
+    tell(e, SRV_READY, NULL);
+    return 0;
+}
+
+static int serve(struct srv_engine *e, struct shm_error *err)
+{
+    struct srv_queue *q = e->config.queue;
+    for (;;) {
+        struct srv_job *job = srv_queue_take(q, IDLE_MS);
+        int rc = 0;
+        if (job) {
+            srv_run_job(e, job);
+        } else if (srv_queue_finished(q)) {
+            return 0;
+        }
+        if (inf_store_alive(&e->engine->store))
+            continue;
+        /* Those that wait have as long as one that runs. */
+        rc = srv_engine_reattach(e, e->config.resume_ms, NULL, err);
+        if (rc == -ESHUTDOWN || rc == -ECANCELED) {
+            srv_queue_close(q, -ESHUTDOWN, "expertd is away: try again when it is back");
+            rc = srv_engine_reattach(e, 0, NULL, err);
+        }
+        if (rc == -ECANCELED)
+            return 0;
+        if (rc)
+            return rc;
+    }
+}
+
+static void *run(void *ctx)
+{
+    struct srv_engine *e = ctx;
+    struct shm_error err = {0};
+    int rc = open_engine(e, &err);
+    if (!rc) {
+        fill_info(e);
+        srv_engine_publish(e);
+        srv_queue_open(e->config.queue);
+        tell(e, SRV_READY, NULL);
+        rc = serve(e, &err);
+    }
+    if (rc) {
+        const char *why = err.code ? shm_error_text(&err) : strerror(-rc);
+        srv_queue_close(e->config.queue, rc, why);
+        tell(e, SRV_FAILED, why);
+    } else {
+        tell(e, SRV_ENDED, NULL);
+    }
+    return NULL;
+}
+
+int srv_engine_start(const struct srv_engine_config *config, struct srv_engine **ret_engine)
+{
+    struct srv_engine *e = calloc(1, sizeof *e);
+    if (!e)
+        return -ENOMEM;
+    e->config = *config;
+    pthread_mutex_init(&e->lock, NULL);
+    int rc = pthread_create(&e->thread, NULL, run, e);
+    if (rc) {
+        pthread_mutex_destroy(&e->lock);
+        free(e);
+        return -rc;
+    }
+    *ret_engine = e;
+    return 0;
+}
+
+void srv_engine_join(struct srv_engine **engine)
+{
+    struct srv_engine *e = *engine;
+    if (!e)
+        return;
+    pthread_join(e->thread, NULL);
+    srv_slots_close(e);
+    inf_detok_destroy(&e->detok);
+    inf_detok_destroy(&e->detok_special);
+    srv_vocab_destroy(&e->vocab);
+    inf_engine_close(&e->engine);
+    pthread_mutex_destroy(&e->lock);
+    free(e->logits);
+    free(e);
+    *engine = NULL;
+}
+
+enum srv_state srv_engine_state(struct srv_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    enum srv_state state = e->status.state;
+    pthread_mutex_unlock(&e->lock);
+    return state;
+}
+
+void srv_engine_status(struct srv_engine *e, struct srv_status *ret_status)
+{
+    pthread_mutex_lock(&e->lock);
+    *ret_status = e->status;
+    pthread_mutex_unlock(&e->lock);
+}
+
+const struct srv_info *srv_engine_info(struct srv_engine *e)
+{
+    return atomic_load(&e->informed) ? &e->info : NULL;
+}

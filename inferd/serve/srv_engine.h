@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Engine thread: owns the engine, its tie to expertd and the conversations;
+ * takes jobs from the queue and puts what they write.
+ *
+ * A prompt goes on in the kept conversation that shares the longest beginning with it, so that a follow-up
+ * turn reads only what is new. When expertd goes away, the thread waits for the next one; a job that runs
+ * then goes on where it was, unless that takes longer than resume_ms.
+ */
+#ifndef SRV_ENGINE_H
+#define SRV_ENGINE_H
+
+#include "inferd/inf_options.h"
+#include "inferd/serve/srv_stats.h"
+
+struct srv_engine;
+
+struct srv_engine_config {
+    struct inf_options *options; /* borrowed */
+    struct srv_queue *queue;     /* borrowed; opened when the engine is ready */
+    struct srv_stats *stats;     /* borrowed */
+    unsigned conversations;      /* most that are kept */
+    unsigned resume_ms;          /* how long a job waits for the next expertd */
+    int event_fd;                /* written to when the state changes */
+};
+
+enum srv_state {
+    SRV_STARTING, /* attaching; expertd may still load */
+    SRV_READY,
+    SRV_AWAY,   /* waits for the next expertd */
+    SRV_FAILED, /* for good; the line says why */
+    SRV_ENDED,  /* after srv_queue_finish */
+};
+const char *srv_state_name(enum srv_state state);
+
+/* What does not change once it was ready. */
+struct srv_info {
+    char model[128];
+    uint32_t vocab, ctx, chunk, layers, experts, experts_used;
+    char device[192], device_note[256];
+    struct inf_tokenizer *tokenizer; /* the engine's; safe in any thread */
+    const char *chat_template;
+    size_t chat_template_bytes;
+};
+
+#define SRV_CONVERSATIONS_MAX 256
+
+struct srv_status {
+    enum srv_state state;
+    char error[512];
+    uint64_t session, attach_ns, kv_bytes, resident_bytes, ring_bytes, activation_bytes;
+    uint32_t ring, resident;
+    struct inf_settings settings;
+    unsigned n_conversations, conversations_max;
+    struct {
+        uint32_t tokens;
+        uint64_t used_ns; /* shm_now_ns() of its last job */
+        bool busy;
+    } conversation[SRV_CONVERSATIONS_MAX];
+};
+
+int srv_engine_start(const struct srv_engine_config *config, struct srv_engine **ret_engine);
+
+/* After srv_queue_finish: waits for the thread. */
+void srv_engine_join(struct srv_engine **engine);
+
+enum srv_state srv_engine_state(struct srv_engine *e);
+void srv_engine_status(struct srv_engine *e, struct srv_status *ret_status);
+
+/* NULL before it was ready for the first time. */
+const struct srv_info *srv_engine_info(struct srv_engine *e);
+
+#endif

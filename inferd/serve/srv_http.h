@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * HTTP server on libevent's buffered sockets: connections, limits, time-outs,
+ * responses whole or in pieces. Knows nothing of models.
+ *
+ * A client that leaves is noticed at once, whether its response was begun or not, because
+ * every socket is read all the time; a half-closed connection counts as left. A client
+ * that reads too slowly is one whose queue passes output_max or makes no progress
+ * for write_s. Both end the exchange by on_gone.
+ *
+ * One thread: that of the event base. TLS is a proxy's job.
+ */
+#ifndef SRV_HTTP_H
+#define SRV_HTTP_H
+
+#include "inferd/serve/srv_parse.h"
+
+#include <event2/event.h>
+
+struct srv_http;
+struct srv_connection;
+
+/* One request and its response. Valid until the response has ended (srv_reply, srv_stream_end) or on_gone
+ * returned, whichever is first. */
+struct srv_exchange {
+    struct srv_connection *connection;
+    struct srv_head head;
+    const char *body; /* NUL-terminated */
+    size_t body_bytes;
+    const char *peer; /* address without port; "local" for a Unix socket */
+    uint64_t start_ns;
+    void *user;                              /* the handler's */
+    void (*on_gone)(struct srv_exchange *x); /* the client left; NULL: nobody cares */
+};
+
+struct srv_http_config {
+    int fd; /* listening socket; owned */
+    size_t header_max, body_max, output_max;
+    unsigned connections_max;
+    unsigned header_s, body_s, idle_s, write_s; /* time-outs */
+    /* The head is complete, the body is not read yet: true to go on; false after a srv_reply. */
+    bool (*on_head)(void *ctx, struct srv_exchange *x);
+    void (*on_request)(void *ctx, struct srv_exchange *x);
+    /* The HTTP layer itself refuses: answers with srv_reply in the API's own format. The head may be empty
+     * (method NULL).
+     */
+    void (*on_refuse)(void *ctx, struct srv_exchange *x, int status, const char *why);
+    void *ctx;
+};
+
+struct srv_http_counters {
+    uint64_t accepted, requests, gone, slow, refused;
+    unsigned connections, busy; /* now; busy: with a request under way */
+};
+
+/* 0 or -ENOMEM (fd is not taken then). */
+int srv_http_create(struct event_base *base, const struct srv_http_config *config,
+                    struct srv_http **ret_http);
+/* Closes every connection; on_gone is called for those under way. */
+void srv_http_destroy(struct srv_http **http);
+
+/* No new connections; idle ones are closed, others after their response. */
+void srv_http_drain(struct srv_http *http);
+
+const struct srv_http_counters *srv_http_counters(const struct srv_http *http);
+
+/* A header of the response, before it begins. Value without line breaks. */
+void srv_header(struct srv_exchange *x, const char *name, const char *value);
+
+/* The whole response. Ends the exchange. */
+void srv_reply(struct srv_exchange *x, int status, const char *type, const char *body, size_t n);
+
+/* A response in pieces. Write: 0, or -ENOBUFS: the client reads too slowly or is gone; on_gone follows from
+ * the event loop. */
+void srv_stream_begin(struct srv_exchange *x, int status, const char *type);
+int srv_stream_write(struct srv_exchange *x, const char *data, size_t n);
+void srv_stream_end(struct srv_exchange *x);
+bool srv_streaming(const struct srv_exchange *x);
+
+/* The status of the response once it has begun, else 0. */
+int srv_status_sent(const struct srv_exchange *x);
+
+#endif

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Server: routes requests, checks keys and origins, and turns a request into a
+ * job and the job's events into a response. Everything here runs in the thread
+ * of the event loop.
+ */
+#ifndef SRV_SERVER_H
+#define SRV_SERVER_H
+
+#include "inferd/serve/srv_engine.h"
+#include "inferd/serve/srv_http.h"
+#include "inferd/serve/srv_request.h"
+
+struct srv_server {
+    struct event_base *base;
+    struct srv_http *http;
+    struct srv_queue *queue;
+    struct srv_engine *engine;
+    struct srv_stats *stats;
+    const struct inf_serve_options *options;
+    const struct inf_options *defaults; /* sampling */
+    char **keys;
+    unsigned n_keys;
+    const struct inf_template *chat; /* NULL: none; chat_error says why */
+    struct shm_error chat_error;
+    bool informed, draining;
+    uint64_t start_ns;
+    int64_t created;
+};
+
+struct srv_answer;
+
+/* How an API writes. Every function may find the client gone (answer->x NULL). */
+struct srv_format {
+    void (*part)(struct srv_answer *a, enum inf_part part, const char *text, size_t n);
+    void (*call)(struct srv_answer *a, const struct inf_tool_call *call);
+    void (*tokens)(struct srv_answer *a); /* log-probabilities are left that no text carried */
+    void (*end)(struct srv_answer *a, const struct srv_result *result);
+    void (*fail)(struct srv_answer *a, const struct srv_refusal *refusal); /* in the middle of a stream */
+};
+
+struct srv_string {
+    char *text;
+    size_t n, cap;
+};
+int srv_string_add(struct srv_string *s, const char *text, size_t n);
+
+/* One request on its way. */
+struct srv_answer {
+    struct srv_server *server;
+    struct srv_exchange *x;
+    struct srv_job *job;
+    const struct srv_format *format;
+    enum srv_api api;
+    bool stream, include_usage, begun, dead, one_call;
+    char id[64];
+    int64_t created;
+    struct inf_parser *parser; /* chat only */
+    unsigned n_calls;
+    struct srv_string content, reasoning; /* not streamed */
+    json_t *calls;                        /* likewise */
+    json_t *logprobs;                     /* not shown yet */
+    uint32_t text_offset;                 /* completions */
+    char *stops[SRV_STOPS_MAX];           /* the job's, borrowed */
+    int block;                            /* Anthropic: kind of the open block, -1: none */
+    unsigned n_blocks;
+};
+
+extern const struct srv_format srv_format_openai, srv_format_anthropic;
+
+/* Sends an object as an event (name NULL: without one); takes it. Begins the stream if need be. */
+void srv_answer_event(struct srv_answer *a, const char *name, json_t *object);
+void srv_answer_data(struct srv_answer *a, const char *text);
+/* The whole response; takes the object. The answer's exchange has ended. */
+void srv_answer_reply(struct srv_answer *a, int status, json_t *object);
+void srv_answer_end_stream(struct srv_answer *a);
+
+/* Starts on a checked request; takes what it needs of it. Answers by itself if that fails. */
+void srv_answer_start(struct srv_server *s, struct srv_exchange *x, struct srv_request *r);
+
+/* Prompt's ids of a request, and the parser's needs; -EINVAL with the refusal filled. */
+int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *ret_ids,
+                   struct inf_template_text *ret_text, struct srv_refusal *refusal);
+
+/* Replies with an error in the format of the request's API. */
+void srv_reply_refusal(struct srv_server *s, struct srv_exchange *x, const struct srv_refusal *refusal);
+bool srv_is_anthropic(const struct srv_exchange *x);
+json_t *srv_refusal_json(const struct srv_refusal *refusal, bool anthropic);
+
+/* Replies with an object; takes it. */
+void srv_reply_json(struct srv_server *s, struct srv_exchange *x, int status, json_t *object);
+
+const char *srv_model_name(const struct srv_server *s);
+
+/* Handlers of srv_http_config. */
+bool srv_on_head(void *ctx, struct srv_exchange *x);
+void srv_on_request(void *ctx, struct srv_exchange *x);
+void srv_on_refuse(void *ctx, struct srv_exchange *x, int status, const char *why);
+
+/* 503 while requests can't be answered. */
+int srv_ready(struct srv_server *s, struct srv_refusal *refusal);
+
+/* srv_status.c */
+json_t *srv_status_json(struct srv_server *s);
+char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes); /* free() */
+
+/* Reads a file of keys, one a line; '#' begins a comment. */
+int srv_keys_read(const char *path, char ***ret_keys, unsigned *ret_n, struct shm_error *err);
+void srv_keys_free(char ***keys, unsigned n);
+
+/* "ADDRESS:PORT", "[ADDRESS]:PORT" or "PORT": a listening socket; or the one handed over by systemd
+ * (LISTEN_FDS). */
+int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, int *ret_fd,
+               struct shm_error *err);
+/* Tells systemd, where it asked to be told (NOTIFY_SOCKET). */
+void srv_notify(const char *text);
+
+#endif

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: MIT */
+/* /v1/status and /metrics. */
+#include "inferd/serve/srv_server.h"
+
+#include "shm/shm_bell.h"
+#include "shm/shm_word.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+struct jobs {
+    json_t *running;
+    uint64_t now_ns;
+    double oldest_s; /* of those that wait */
+};
+
+static void see_job(void *ctx, const struct srv_job *job, bool running)
+{
+    struct jobs *jobs = ctx;
+    double age_s = (double)(jobs->now_ns - job->submit_ns) / 1e9;
+    if (!running) {
+        if (age_s > jobs->oldest_s)
+            jobs->oldest_s = age_s;
+        return;
+    }
+    uint32_t written = atomic_load(&job->written), cached = atomic_load(&job->cached);
+    json_array_append_new(jobs->running,
+                          json_pack("{s:I, s:s, s:I, s:I, s:I, s:I, s:I, s:f}", "number",
+                                    (json_int_t)job->number, "phase", written ? "answering" : "reading",
+                                    "prompt_tokens", (json_int_t)job->prompt.n, "cached_tokens",
+                                    (json_int_t)cached, "read_tokens", (json_int_t)atomic_load(&job->read),
+                                    "written_tokens", (json_int_t)written, "max_tokens",
+                                    (json_int_t)job->max_tokens, "age_s", age_s));
+}
+
+static json_t *expertd_json(const struct srv_server *s, const struct srv_status *t)
+{
+    bool attached = t->state == SRV_READY;
+    uint32_t held_off = srv_stats_held_off(s->stats);
+    return json_pack("{s:b, s:I, s:s, s:s, s:I, s:I, s:f, s:I, s:I, s:s?, s:f}", "attached", attached,
+                     "session", (json_int_t)t->session, "policy", shm_policy_name(t->settings.policy),
+                     "order", shm_order_name(t->settings.order), "depth", (json_int_t)t->settings.depth,
+                     "floor", (json_int_t)t->settings.floor, "link_gbps", t->settings.link_gbps, "ring_slots",
+                     (json_int_t)t->ring, "ring_bytes", (json_int_t)t->ring_bytes, "held_off",
+                     shm_held_off_text(held_off), "attach_ms", (double)t->attach_ns / 1e6);
+}
+
+json_t *srv_status_json(struct srv_server *s)
+{
+    struct srv_status *t = malloc(sizeof *t);
+    if (!t)
+        return NULL;
+    srv_engine_status(s->engine, t);
+    const struct srv_info *info = srv_engine_info(s->engine);
+    struct srv_counts c = srv_queue_counts(s->queue);
+    const struct srv_http_counters *h = srv_http_counters(s->http);
+    struct jobs jobs = {.running = json_array(), .now_ns = shm_now_ns()};
+    srv_queue_each(s->queue, see_job, &jobs);
+    json_t *conversations = json_array();
+    for (unsigned i = 0; i < t->n_conversations; i++)
+        json_array_append_new(conversations,
+                              json_pack("{s:I, s:b, s:f}", "tokens", (json_int_t)t->conversation[i].tokens,
+                                        "busy", t->conversation[i].busy, "idle_s",
+                                        t->conversation[i].busy || !t->conversation[i].used_ns
+                                            ? 0.0
+                                            : (double)(jobs.now_ns - t->conversation[i].used_ns) / 1e9));
+    json_t *j =
+        json_pack("{s:s, s:s, s:s, s:I, s:f}", "state", s->draining ? "draining" : srv_state_name(t->state),
+                  "reason", t->error, "version", EXPERTD_VERSION, "pid", (json_int_t)getpid(), "uptime_s",
+                  (double)(jobs.now_ns - s->start_ns) / 1e9);
+    json_object_set_new(j, "expertd", expertd_json(s, t));
+    if (info)
+        json_object_set_new(
+            j, "worker",
+            json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "model", srv_model_name(s),
+                      "device", info->device, "device_note", info->device_note, "ctx", (json_int_t)info->ctx,
+                      "chunk", (json_int_t)info->chunk, "layers", (json_int_t)info->layers, "experts",
+                      (json_int_t)info->experts, "experts_used", (json_int_t)info->experts_used, "vocab",
+                      (json_int_t)info->vocab, "chat_template", s->chat ? inf_template_name(s->chat) : NULL));
+    json_object_set_new(j, "residency",
+                        json_pack("{s:I, s:I, s:I, s:I}", "experts_per_layer", (json_int_t)t->resident,
+                                  "bytes", (json_int_t)t->resident_bytes, "kv_bytes", (json_int_t)t->kv_bytes,
+                                  "activation_bytes", (json_int_t)t->activation_bytes));
+    json_object_set_new(j, "conversations", conversations);
+    json_object_set_new(j, "conversations_max", json_integer((json_int_t)t->conversations_max));
+    json_object_set_new(j, "running", jobs.running);
+    json_object_set_new(j, "queue",
+                        json_pack("{s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f}", "waiting",
+                                  (json_int_t)c.waiting, "limit", (json_int_t)c.limit, "oldest_s",
+                                  jobs.oldest_s, "submitted", (json_int_t)c.submitted, "refused",
+                                  (json_int_t)c.refused, "done", (json_int_t)c.done, "cancelled",
+                                  (json_int_t)c.cancelled, "mean_s", c.mean_s));
+    json_object_set_new(j, "http",
+                        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "connections", (json_int_t)h->connections,
+                                  "busy", (json_int_t)h->busy, "requests", (json_int_t)h->requests,
+                                  "clients_gone", (json_int_t)h->gone, "slow_readers", (json_int_t)h->slow,
+                                  "refused", (json_int_t)h->refused));
+    json_object_set_new(j, "totals", srv_stats_json(s->stats));
+    free(t);
+    return j;
+}
+
+static void gauge(FILE *f, const char *name, const char *help, double value)
+{
+    fprintf(f, "# HELP %s %s\n# TYPE %s gauge\n%s %.9g\n", name, help, name, name, value);
+}
+
+static void counter(FILE *f, const char *name, const char *help, uint64_t value)
+{
+    fprintf(f, "# HELP %s %s\n# TYPE %s counter\n%s %llu\n", name, help, name, name,
+            (unsigned long long)value);
+}
+
+char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes)
+{
+    char *text = NULL;
+    struct srv_status *t = malloc(sizeof *t);
+    FILE *f = open_memstream(&text, ret_bytes);
+    if (!t || !f) {
+        free(t);
+        if (f)
+            fclose(f);
+        free(text);
+        return NULL;
+    }
+    srv_engine_status(s->engine, t);
+    struct srv_counts c = srv_queue_counts(s->queue);
+    const struct srv_http_counters *h = srv_http_counters(s->http);
+    uint64_t kept = 0;
+    for (unsigned i = 0; i < t->n_conversations; i++)
+        kept += t->conversation[i].tokens;
+    gauge(f, "inferd_ready", "1 while requests are answered.", t->state == SRV_READY && !s->draining);
+    gauge(f, "inferd_expertd_attached", "1 while an expertd is attached.", t->state == SRV_READY);
+    gauge(f, "inferd_queue_waiting", "Requests that wait.", c.waiting);
+    gauge(f, "inferd_queue_limit", "Requests that may wait.", c.limit);
+    gauge(f, "inferd_running", "Requests that are computed.", c.running);
+    gauge(f, "inferd_conversations", "Conversations kept.", t->n_conversations);
+    gauge(f, "inferd_conversation_tokens", "Tokens kept in them.", (double)kept);
+    gauge(f, "inferd_kv_bytes", "Bytes of keys and values.", (double)t->kv_bytes);
+    gauge(f, "inferd_resident_bytes", "Bytes of resident experts.", (double)t->resident_bytes);
+    gauge(f, "inferd_http_connections", "Open connections.", h->connections);
+    counter(f, "inferd_http_requests_total", "Requests whose head arrived.", h->requests);
+    counter(f, "inferd_http_clients_gone_total", "Clients that left before their response was complete.",
+            h->gone);
+    counter(f, "inferd_http_slow_readers_total", "Clients that read too slowly.", h->slow);
+    counter(f, "inferd_http_refused_total", "Requests that were no HTTP, too long or too slow.", h->refused);
+    counter(f, "inferd_queue_submitted_total", "Requests that were queued.", c.submitted);
+    counter(f, "inferd_queue_refused_total", "Requests refused because the queue was full.", c.refused);
+    counter(f, "inferd_queue_cancelled_total", "Requests whose client left.", c.cancelled);
+    srv_stats_write(s->stats, f);
+    free(t);
+    if (fclose(f)) {
+        free(text);
+        return NULL;
+    }
+    return text;
+}
