@@ -42,42 +42,70 @@ static void be_host(struct exd_device *d, const char *why)
     snprintf(d->text, sizeof(d->text), "host (%.110s)", why);
 }
 
-static int open_gpu(struct exd_device *d, int ordinal, struct shm_error *err)
-{
-    uint64_t begin_ns = shm_now_ns();
+/* One GPU, by a thread of its own where there are several: a context takes the driver most of a second. */
+struct opening {
+    pthread_t thread;
+    bool running;
+    int ordinal, rc;
+    uint64_t ns;
     struct krn_cuda_device *gpu;
-    int rc = krn_cuda_device_open(ordinal, &gpu, err);
-    if (rc < 0)
-        return rc;
+    struct shm_error err;
+};
+
+static void *open_one(void *arg)
+{
+    struct opening *o = arg;
+    uint64_t begin_ns = shm_now_ns();
+    o->rc = krn_cuda_device_open(o->ordinal, &o->gpu, &o->err);
+    o->ns = shm_now_ns() - begin_ns;
+    return NULL;
+}
+
+/* Takes an opened one if it can serve. */
+static int take_gpu(struct exd_device *d, struct opening *o)
+{
+    if (o->rc < 0)
+        return o->rc;
+    struct krn_cuda_device *gpu = o->gpu;
     if (!gpu->ipc || !gpu->memops || !gpu->host_register) {
-        rc = shm_error_set(err, ENOTSUP, "CUDA device %d (%s) cannot serve workers: it lacks %s", ordinal,
-                           gpu->name, gpu->missing);
+        o->rc = shm_error_set(&o->err, ENOTSUP, "CUDA device %d (%s) cannot serve workers: it lacks %s",
+                              o->ordinal, gpu->name, gpu->missing);
         krn_cuda_device_close(&gpu);
-        return rc;
+        return o->rc;
     }
     d->gpu[d->gpus++] = gpu;
     char text[160];
     krn_cuda_device_describe(gpu, text, sizeof(text));
-    exd_log(EXD_LOG_INFO, "CUDA device %d: %s, opened in %.0f ms%s%s", ordinal, text,
-            (double)(shm_now_ns() - begin_ns) / 1e6, gpu->missing[0] ? "; lacks " : "", gpu->missing);
+    exd_log(EXD_LOG_INFO, "CUDA device %d: %s, opened in %.0f ms%s%s", o->ordinal, text, (double)o->ns / 1e6,
+            gpu->missing[0] ? "; lacks " : "", gpu->missing);
     return 0;
 }
 
 static int open_gpus(struct exd_device *d, int ordinal, struct shm_error *err)
 {
+    struct opening one[EXD_DEVICES_MAX] = {0};
     int rc = krn_cuda_load(err);
     if (rc < 0)
         return rc;
-    if (ordinal >= 0)
-        return open_gpu(d, ordinal, err);
-    int count = krn_cuda_count();
-    for (int i = 0; i < count && i < EXD_DEVICES_MAX; i++) {
-        struct shm_error one = {0};
-        rc = open_gpu(d, i, &one);
-        if (rc < 0) { /* the others may do */
-            exd_log(EXD_LOG_WARNING, "%s", shm_error_text(&one));
-            *err = one;
-        }
+    int count = ordinal >= 0 ? 1 : krn_cuda_count();
+    if (count > EXD_DEVICES_MAX)
+        count = EXD_DEVICES_MAX;
+    for (int i = 0; i < count; i++) {
+        one[i].ordinal = ordinal >= 0 ? ordinal : i;
+        one[i].running = i + 1 < count && pthread_create(&one[i].thread, NULL, open_one, &one[i]) == 0;
+        if (!one[i].running)
+            open_one(&one[i]);
+    }
+    for (int i = 0; i < count; i++)
+        if (one[i].running)
+            pthread_join(one[i].thread, NULL);
+    for (int i = 0; i < count; i++) {
+        rc = take_gpu(d, &one[i]);
+        if (rc == 0)
+            continue;
+        if (count > 1) /* the others may do */
+            exd_log(EXD_LOG_WARNING, "%s", shm_error_text(&one[i].err));
+        *err = one[i].err;
     }
     return d->gpus ? 0 : rc;
 }
