@@ -67,6 +67,30 @@ def test_a_host_expertd_and_a_worker_with_a_gpu(world, monkeypatch):
     assert auto["device"].startswith("host") and "host device only" in auto["device_note"]
 
 
+def test_several_gpus(world, monkeypatch):
+    """Opened at the same time, told in order; a worker takes the one it names; one that cannot serve is left out."""
+    if not FAKE.exists():
+        pytest.skip("the fake driver is not built")
+    monkeypatch.setenv("EXPERTD_CUDA_LIBRARY", str(FAKE))
+    monkeypatch.setenv("FAKECUDA_DEVICES", "3")
+    d = world.expertd("--device", "cuda")
+    told = [line for line in d.text().splitlines() if "CUDA device" in line]
+    assert [f"CUDA device {i}: Fake GPU {i}" in line for i, line in enumerate(told)] == [True] * 3, told
+    r = world.inferd("run", "--device", "cuda:2", "--prompt", "x", "-n", 1, "--stream", "full", "--floor", 1, "--json",
+                     check=False)
+    if "not in this program" in r.stderr:
+        pytest.skip("built without nvcc")
+    assert r.returncode == 0 and "Fake GPU 2" in r.stdout, r.stderr
+    r = world.inferd("run", "--device", "cuda:3", "--prompt", "x", check=False)
+    assert r.returncode == 1 and "no CUDA device 3" in r.stderr, r.stderr
+    d.kill()
+    d.wait()
+    monkeypatch.setenv("FAKECUDA_FAIL", "cuIpcGetMemHandle:3:801")  # two are good, whichever they are
+    d = world.expertd("--device", "cuda")
+    lacking = [line for line in d.text().splitlines() if "cannot serve workers" in line]
+    assert len(lacking) == 1 and "CUDA_ERROR_NOT_SUPPORTED" in lacking[0], d.text()
+
+
 def pass_calls(log):
     """Calls of the busiest stream, in order: (call, first argument)."""
     lines = [line.split() for line in log.read_text().splitlines()]
