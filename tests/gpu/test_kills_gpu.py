@@ -72,9 +72,10 @@ def test_workers_killed(world):
     survivor.end()
     world.until(lambda: not world.status()["workers"], timeout=10, what="last session closed")
     after = process_facts(d.pid)
+    odd = [line for line in d.text().splitlines() if "warning" in line or "error" in line]
     died = d.text().count("has ended: session")
     print(f"{kills} workers killed in {time.monotonic() - start:.1f} s, {died} told; {len(answers)} answers beside them, "
-          f"{sum(a != want for a in answers)} wrong; device memory {before} MiB again; expertd {facts} -> {after}", flush=True)
+          f"{sum(a != want for a in answers)} wrong; device memory {before} MiB again; expertd {facts} -> {after}; {len(odd)} warnings: {sorted({line[:160] for line in odd})[:4]}", flush=True)
     assert kills == KILLS and not wrong, wrong
     assert answers and all(a == want for a in answers)
     assert all(after[k] <= facts[k] for k in facts), "expertd keeps something of the dead"
