@@ -72,7 +72,7 @@ def best(scores, k):
     """The k greatest of each row, in falling order."""
     if torch is None:
         return np.argsort(-scores, -1, kind="stable")[:, :k]
-    return torch.sort(scores, -1, descending=True, stable=True)[1][:, :k]
+    return torch.sort(scores, dim=-1, descending=True, stable=True)[1][:, :k]
 
 
 class Model:
