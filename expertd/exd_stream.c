@@ -68,9 +68,9 @@ const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer
     s->published[layer] = true;
     s->published_layers++;
     exd_trace_layer(s->trace, layer, route->published_ns);
-    if (s->expected_layer == layer) /* what it was issued by, against what came */
-        exd_trust_learn(&s->trust, s->expected_from, s->expected_row, &mask, &s->resident[layer],
-                        s->geometry.experts);
+    bool asked = s->expected_layer == layer; /* what it was issued by, against what came */
+    exd_trust_learn(&s->trust, asked ? s->expected_from : EXD_EXPECT_NOTHING, asked ? s->expected_row : NULL,
+                    &s->routed[layer], &s->resident[layer], s->geometry.experts);
     return &s->routed[layer];
 }
 
@@ -261,6 +261,7 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
     s->released = s->signalled = s->bytes = s->landed = 0;
     s->cpu_ns = exd_stream_cpu_now_ns();
+    exd_trust_stream(&s->trust);
     s->published_layers = 0;
     s->expected_layer = UINT32_MAX;
     s->violation = (struct shm_error){0};

@@ -3,9 +3,13 @@
 
 #include <string.h>
 
-#define SURE     0.98   /* of the experts of a bin and of those above it were routed */
-#define SEEN_MAX 16384u /* then what was counted is halved: text changes */
-#define PRIOR    128u   /* experts that the beginning stands for */
+/* So many experts of a bin and of those above it were routed. A guess in vain costs a copy; one that waits
+ * for its turn alone costs a tenth of one, as the link takes batches faster. */
+#define SURE        0.95
+#define SHARE_LEAST 64u    /* experts that say something of all */
+#define SHARE_MOST  512u   /* then the older ones count half */
+#define SEEN_MAX    16384u /* likewise, of a bin: text changes */
+#define PRIOR       128u   /* experts that the beginning stands for */
 
 void exd_trust_begin(struct exd_trust_counts *c)
 {
@@ -20,6 +24,11 @@ void exd_trust_begin(struct exd_trust_counts *c)
     }
 }
 
+void exd_trust_stream(struct exd_trust_counts *c)
+{
+    c->all = c->routed = 0;
+}
+
 uint32_t exd_trust_sure(const struct exd_trust_counts *c, enum exd_expectation from)
 {
     if (from == EXD_EXPECT_KNOWN)
@@ -27,6 +36,8 @@ uint32_t exd_trust_sure(const struct exd_trust_counts *c, enum exd_expectation f
     uint32_t sure = UINT32_MAX;
     if (from == EXD_EXPECT_NOTHING)
         return sure;
+    if (from == EXD_EXPECT_RECENT && c->all >= SHARE_LEAST && (double)c->routed >= SURE * (double)c->all)
+        return 0;
     for (uint32_t b = EXD_TRUST_BINS; b-- > 0;) {
         if ((double)c->right[from][b] < SURE * (double)c->seen[from][b])
             break;
@@ -38,7 +49,15 @@ uint32_t exd_trust_sure(const struct exd_trust_counts *c, enum exd_expectation f
 void exd_trust_learn(struct exd_trust_counts *c, enum exd_expectation from, const uint32_t *expected,
                      const struct shm_mask *routed, const struct shm_mask *resident, uint32_t experts)
 {
-    if (from == EXD_EXPECT_NOTHING || from == EXD_EXPECT_KNOWN)
+    for (uint32_t e = 0; e < experts; e++) {
+        c->all += !shm_mask_test(resident, e);
+        c->routed += !shm_mask_test(resident, e) && shm_mask_test(routed, e);
+    }
+    if (c->all > SHARE_MOST) {
+        c->all /= 2;
+        c->routed /= 2;
+    }
+    if (!expected || from == EXD_EXPECT_NOTHING || from == EXD_EXPECT_KNOWN)
         return;
     uint32_t most = 0;
     for (uint32_t e = 0; e < experts; e++) {

@@ -267,11 +267,15 @@ static enum exd_step step_index(struct exd_walk *w)
         return EXD_STEP_WAIT_PUBLISH;
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
-    if (!room(w, routed != NULL))
+    struct exd_trust trust = {.sure = UINT32_MAX};
+    if (!routed)
+        w->env.expected(w->env.ctx, w->layer, &trust);
+    bool certain = routed || trust.sure == 0 || EXD_MUTANT(SIM_MUTANT_GUESS_IS_CERTAIN);
+    if (!room(w, certain))
         return EXD_STEP_WAIT_DEPTH;
     if (!w->env.loaded(w->env.ctx, w->layer, e) && !EXD_MUTANT(SIM_MUTANT_IGNORE_LOADED))
         return EXD_STEP_WAIT_BLOB;
-    return issue(w, e, routed != NULL);
+    return issue(w, e, certain);
 }
 
 /* Highest expected use among the undecided; lowest id on ties and without
@@ -322,8 +326,8 @@ static enum exd_step step_expected(struct exd_walk *w)
     struct exd_trust trust = {.sure = UINT32_MAX};
     const uint32_t *expected = w->env.expected(w->env.ctx, w->layer, &trust);
     uint32_t e = choose(w, expected);
-    bool certain =
-        routed || (expected && expected[e] >= trust.sure) || EXD_MUTANT(SIM_MUTANT_GUESS_IS_CERTAIN);
+    bool certain = routed || trust.sure == 0 || (expected && expected[e] >= trust.sure) ||
+                   EXD_MUTANT(SIM_MUTANT_GUESS_IS_CERTAIN);
     if (!routed && trust.confident && expected && expected[e] == 0 &&
         !EXD_MUTANT(SIM_MUTANT_BLIND_UNEXPECTED))
         return EXD_STEP_WAIT_PUBLISH;

@@ -52,7 +52,8 @@ const char *exd_step_name(enum exd_step step);
 struct exd_trust {
     bool
         confident; /* an expert with 0 is not worth a blind copy: the walk rather waits for the publication */
-    uint32_t sure; /* so many expected tokens are as good as a published routing set; UINT32_MAX: none are */
+    uint32_t sure; /* so many expected tokens are as good as a published routing set; 0: nearly everything is
+                      routed, whatever is expected; UINT32_MAX: none are */
 };
 
 /* The world as the walk sees it. Each call returns at once. Group numbers are

@@ -312,8 +312,9 @@ static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry,
         return -EIO;
     SAY(w, "  issue entry %llu: layer %u expert %u slot %u group %llu\n", (unsigned long long)entry, layer,
         expert, slot, (unsigned long long)group);
-    bool sure = w->s.policy == SHM_POLICY_ROUTED && w->s.order != SHM_ORDER_INDEX && w->counted &&
-                w->expected[layer][expert] >= w->trust.sure;
+    bool sure = w->s.policy == SHM_POLICY_ROUTED && !(w->c->published & BIT(layer)) &&
+                (w->trust.sure == 0 || (w->s.order != SHM_ORDER_INDEX && w->counted &&
+                                        w->expected[layer][expert] >= w->trust.sure));
     sim_checker_issue(w->c, layer, expert, entry, slot, group, certain, sure);
     if (w->c->invariant || w->tail == QUEUE_MAX)
         return -EPROTO;
@@ -488,7 +489,7 @@ static void make_stream(struct world *w)
             w->expected[l][e] = below(w, 3) ? (s->routed[l] >> e & 1) * below(w, 100) : below(w, 3);
     }
     w->expects = below(w, 4);
-    w->sure = below(w, 2) ? UINT32_MAX : 1 + below(w, 100);
+    w->sure = below(w, 2) ? UINT32_MAX : below(w, 8) ? 1 + below(w, 100) : 0;
     w->issue_fails_at = w->signal_fails_at = UINT64_MAX;
     if (!below(w, 64))
         *(below(w, 2) ? &w->issue_fails_at : &w->signal_fails_at) = below(w, 32);
