@@ -17,6 +17,10 @@
 #define WATCHDOG_DEFAULT UINT64_C(60000000000)
 #define STOP_DRAIN_NS    UINT64_C(5000000000)
 #define NAME_BYTES       64
+/* Around the time when a device's next publication is due. */
+#define EARLY_NS     UINT64_C(25000)
+#define SPIN_MAX_NS  UINT64_C(60000)
+#define SLEEP_MAX_NS UINT64_C(1000000)
 
 struct exd_issuer {
     struct exd_issuer_config config;
@@ -70,6 +74,28 @@ static bool cancelled(const struct exd_issuer *i)
     return atomic_load_explicit(&worker(i)->cancel_seq, memory_order_acquire) == i->next_seq;
 }
 
+/* How long to sleep until a layer is published that a device publishes: until shortly before it is due, as a
+ * sleep ends late; then not at all for a while, as the link is idle until it was seen. */
+static uint64_t publish_wait_ns(const struct exd_issuer *i)
+{
+    uint64_t wait_ns = stream_wait_ns(i, WAIT_NS), due_ns = exd_stream_due_ns(i->stream);
+    if (!i->config.link->poll_ns || !due_ns)
+        return wait_ns;
+    uint64_t now_ns = shm_now_ns();
+    if (now_ns + EARLY_NS < due_ns) {
+        uint64_t left_ns = due_ns - EARLY_NS - now_ns;
+        return left_ns < SLEEP_MAX_NS ? left_ns : SLEEP_MAX_NS;
+    }
+    return now_ns < due_ns + SPIN_MAX_NS ? 0 : wait_ns;
+}
+
+static uint64_t walk_wait_ns(const struct exd_issuer *i, enum exd_step step)
+{
+    if (step == EXD_STEP_WAIT_PUBLISH)
+        return publish_wait_ns(i);
+    return stream_wait_ns(i, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS);
+}
+
 /* One wait of the walk: prepares, steps once more (so that what changed
  * before the bell is seen), sleeps if it still has to wait. */
 static enum exd_step step_or_sleep(struct exd_issuer *i)
@@ -82,11 +108,12 @@ static enum exd_step step_or_sleep(struct exd_issuer *i)
     struct shm_bell *bell = &worker(i)->issuer_bell;
     uint32_t ticket = shm_bell_prepare(bell);
     step = exd_stream_step(i->stream);
+    uint64_t wait_ns;
     if (step == EXD_STEP_AGAIN || step == EXD_STEP_DONE || step == EXD_STEP_FAILED || cancelled(i) ||
-        atomic_load(&i->stop))
+        atomic_load(&i->stop) || !(wait_ns = walk_wait_ns(i, step)))
         shm_bell_cancel(bell);
     else
-        shm_bell_wait(bell, ticket, stream_wait_ns(i, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS));
+        shm_bell_wait(bell, ticket, wait_ns);
     return step;
 }
 

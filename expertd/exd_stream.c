@@ -50,6 +50,25 @@ static uint64_t env_landed(void *ctx)
     return landed;
 }
 
+/* Layers take about the same time; the least of late is what may come next. */
+static void see_publication(struct exd_stream *s, uint64_t now_ns)
+{
+    if (s->published_ns) {
+        uint64_t period_ns = now_ns - s->published_ns;
+        s->period_ns = !s->period_ns || period_ns < s->period_ns
+                           ? period_ns
+                           : s->period_ns + (period_ns - s->period_ns) / 4;
+    }
+    s->published_ns = now_ns;
+}
+
+uint64_t exd_stream_due_ns(struct exd_stream *s)
+{
+    if (env_landed(s) < exd_walk_counts(s->walk).issued)
+        return 0;
+    return s->published_ns && s->period_ns ? s->published_ns + s->period_ns : 0;
+}
+
 const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer)
 {
     if (s->published[layer])
@@ -67,6 +86,7 @@ const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer
     s->routed[layer] = mask;
     s->published[layer] = true;
     s->published_layers++;
+    see_publication(s, shm_now_ns());
     exd_trace_layer(s->trace, layer, route->published_ns);
     bool asked = s->expected_layer == layer; /* what it was issued by, against what came */
     exd_trust_learn(&s->trust, asked ? s->expected_from : EXD_EXPECT_NOTHING, asked ? s->expected_row : NULL,
@@ -261,6 +281,7 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
     s->released = s->signalled = s->bytes = s->landed = 0;
     s->cpu_ns = exd_stream_cpu_now_ns();
+    s->published_ns = s->period_ns = 0;
     exd_trust_stream(&s->trust);
     s->published_layers = 0;
     s->expected_layer = UINT32_MAX;

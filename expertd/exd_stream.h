@@ -44,6 +44,10 @@ bool exd_stream_violation(const struct exd_stream *stream, struct shm_error *err
 /* Fills err after EXD_STEP_FAILED. */
 void exd_stream_failure(const struct exd_stream *stream, struct shm_error *err);
 
+/* When the next layer is likely to be published, from the time between those before; 0: not known yet, or
+ * copies are still on the link, so that nothing is lost by looking late. */
+uint64_t exd_stream_due_ns(struct exd_stream *stream);
+
 /* A number that changes whenever something moved. */
 uint64_t exd_stream_progress(struct exd_stream *stream);
 

@@ -31,6 +31,7 @@ struct exd_stream {
     uint32_t flags, published_layers;
     struct exd_stream_plan plan;
     uint64_t bytes;
+    uint64_t published_ns, period_ns; /* the last publication; least time between two lately */
     struct shm_error violation;
 };
 
