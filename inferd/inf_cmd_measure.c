@@ -329,6 +329,7 @@ int inf_cmd_measure(int argc, char **argv)
         "Reads pieces of a prompt as told on standard input, one JSON object a line, and says what each "
         "took; for expert-bench. --floor is the smallest that a request may name.",
         &o);
+    o.json = true; /* the introduction tells the device */
     inf_cancel_install();
     int status = inf_cmd_open(&o, &m.engine);
     if (status)
