@@ -3,6 +3,8 @@
 #include "inferd/inf_tokenizer_priv.h"
 
 #include <errno.h>
+#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/random.h>
 #include <time.h>
@@ -45,6 +47,24 @@ static long alphabet_decode(const int16_t byte_of[ALPHABET_END], const char *in,
         ret_out[n++] = (char)byte_of[c];
     }
     return (long)n;
+}
+
+/* SentencePiece: U+2581 is a space, <0xNN> a byte. Returns the length. */
+static size_t spm_decode(const char *in, size_t len, int32_t type, char *ret_out)
+{
+    unsigned byte;
+    char end;
+    if (type == INF_TOKEN_BYTE && len == 6 && sscanf(in, "<0x%2X%c", &byte, &end) == 2 && end == '>') {
+        *ret_out = (char)byte;
+        return 1;
+    }
+    size_t n = 0;
+    for (size_t i = 0; i < len; n++) {
+        bool space = len - i >= 3 && !memcmp(in + i, "\xE2\x96\x81", 3);
+        ret_out[n] = space ? ' ' : in[i];
+        i += space ? 3 : 1;
+    }
+    return n;
 }
 
 int inf_ids_append(struct inf_ids *vec, const int32_t *ids, size_t n)
@@ -145,7 +165,7 @@ static int load_tokens(struct inf_tokenizer *tok, const struct inf_tokenizer_src
         return rc;
     uint32_t n = tok->n_tokens = src->tokens.n;
     bool *mapped = calloc((size_t)n + 1, sizeof *mapped);
-    char *raw = malloc(TOKEN_BYTES_MAX);
+    char *raw = malloc(TOKEN_BYTES_MAX + 1);
     tok->offsets = malloc(((size_t)n + 1) * sizeof *tok->offsets);
     tok->bytes = malloc((size_t)in[n] - in[0] + 1);
     tok->types = malloc((size_t)n + 1);
@@ -168,11 +188,19 @@ static int load_tokens(struct inf_tokenizer *tok, const struct inf_tokenizer_src
         long got = -1;
         if (len)
             memcpy(raw, src->tokens.bytes + in[i], len);
-        if (!special)
+        raw[len] = '\0';
+        if (!special && tok->spm)
+            got = (long)spm_decode(raw, len, type, tok->bytes + at);
+        else if (!special)
             got = alphabet_decode(byte_of, raw, len, tok->bytes + at);
         if (got < 0 && len) /* written as it is */
             memcpy(tok->bytes + at, raw, len);
         mapped[i] = got > 0 && type != INF_TOKEN_UNKNOWN && type != INF_TOKEN_UNUSED;
+        if (tok->spm && type == INF_TOKEN_BYTE) { /* stands in where no token has the character */
+            mapped[i] = false;
+            if (got == 1 && tok->byte_ids[(unsigned char)tok->bytes[at]] < 0)
+                tok->byte_ids[(unsigned char)tok->bytes[at]] = (int32_t)i;
+        }
         if (got >= 0)
             len = (size_t)got;
         n_special += special;
@@ -326,6 +354,26 @@ static int check_special_ids(struct inf_tokenizer *tok, const struct inf_tokeniz
     return 0;
 }
 
+/* Scores to ranks: the same order, as whole numbers from the best on. */
+static int load_scores(struct inf_tokenizer *tok, const struct inf_tokenizer_src *src, struct shm_error *err)
+{
+    if (!src->scores)
+        return shm_error_set(err, EINVAL, "tokenizer: no table of scores; " REMEDY);
+    tok->ranks = malloc(((size_t)tok->n_tokens + 1) * sizeof *tok->ranks);
+    if (!tok->ranks)
+        return shm_error_set(err, ENOMEM, "tokenizer: no memory for %u scores; free some", tok->n_tokens);
+    for (uint32_t i = 0; i < tok->n_tokens; i++) {
+        float score = src->scores[i];
+        uint32_t bits;
+        if (!isfinite(score))
+            return shm_error_set(err, EINVAL, "tokenizer: the score of token %u is no number; " REMEDY, i);
+        score += 0.0f; /* -0 is 0 */
+        memcpy(&bits, &score, sizeof bits);
+        tok->ranks[i] = bits >> 31 ? bits : ~(bits | 1u << 31);
+    }
+    return 0;
+}
+
 int inf_tokenizer_create(const struct inf_tokenizer_src *src, struct shm_error *err,
                          struct inf_tokenizer **ret_tok)
 {
@@ -337,22 +385,29 @@ int inf_tokenizer_create(const struct inf_tokenizer_src *src, struct shm_error *
     if (getrandom(&tok->seed, sizeof tok->seed, GRND_NONBLOCK) != sizeof tok->seed)
         tok->seed = (uint64_t)time(NULL);
     alphabet_init(byte_of);
+    tok->spm = src->spm;
+    tok->add_space_prefix = src->spm && src->add_space_prefix;
+    for (int b = 0; b < 256; b++)
+        tok->byte_ids[b] = -1;
     int rc = load_tokens(tok, src, byte_of, err);
     if (rc || (rc = index_special(tok, err)) || (rc = check_special_ids(tok, src, err)))
         goto fail;
     for (int b = 0; b < 256; b++) {
         char byte = (char)b;
-        tok->byte_ids[b] = find_normal(tok, &byte, 1);
+        if (!tok->spm)
+            tok->byte_ids[b] = find_normal(tok, &byte, 1);
         if (tok->byte_ids[b] < 0) {
             rc = shm_error_set(
                 err, EINVAL,
-                "tokenizer: no token for the byte 0x%02x, so not a byte-level vocabulary; " REMEDY, b);
+                "tokenizer: no token for the byte 0x%02x; a vocabulary needs one for each; " REMEDY, b);
             goto fail;
         }
     }
-    if ((rc = load_merges(tok, src, byte_of, err)) ||
-        (rc = inf_pretok_create(src->pre, src->pre_len, err, &tok->pretok)))
+    if (tok->spm ? (rc = load_scores(tok, src, err))
+                 : (rc = load_merges(tok, src, byte_of, err)) ||
+                       (rc = inf_pretok_create(src->pre, src->pre_len, err, &tok->pretok)))
         goto fail;
+    tok->whole_words = !tok->spm && inf_pretok_whole_words(tok->pretok);
     tok->words = calloc(INF_WORDS, sizeof *tok->words);
     if (!tok->words) {
         rc = shm_error_set(err, ENOMEM, "tokenizer: no memory for the word cache; free some");
@@ -372,6 +427,7 @@ void inf_tokenizer_destroy(struct inf_tokenizer **tok)
         return;
     free(t->work);
     free(t->words);
+    free(t->ranks);
     inf_pretok_destroy(&t->pretok);
     free(t->special_lens);
     free(t->pairs);

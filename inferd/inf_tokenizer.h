@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Byte-level BPE: text to token ids and a token back to bytes.
+ * Text to token ids and a token back to bytes: byte-level BPE (GGUF "gpt2") and
+ * SentencePiece's BPE ("llama").
  *
  * Built from tables that lie in the catalog, a read-only mapping another
  * process wrote. Everything needed is copied and checked during creation, so
@@ -43,8 +44,13 @@ struct inf_tokenizer_src {
     struct inf_string_table merges; /* "LEFT RIGHT", best rank first */
     const char *pre;                /* pre-tokenizer's name, not NUL-terminated */
     size_t pre_len;
-    int32_t bos_id; /* -1: none */
-    int32_t eos_id; /* -1: none */
+    /* SentencePiece: tokens are written with U+2581 for a space and <0xNN> for a byte (type
+     * INF_TOKEN_BYTE, all 256 are needed); merges and pre are not used. */
+    bool spm;
+    const float *scores;   /* tokens.n values, the higher the sooner joined */
+    bool add_space_prefix; /* a space in front of a text, and behind a special token */
+    int32_t bos_id;        /* -1: none */
+    int32_t eos_id;        /* -1: none */
     bool add_bos;
 };
 
@@ -80,7 +86,8 @@ enum inf_encode_flags {
 };
 
 /* Appends the ids of text[0..len) to ret_ids. Any bytes are accepted: bytes
- * that are not UTF-8 become the tokens of the single bytes. 0, -ENOMEM,
+ * that are not UTF-8 become the tokens of the single bytes. SentencePiece
+ * does not tell U+2581 from a space. 0, -ENOMEM,
  * -E2BIG (over 1 GiB). On failure ret_ids is as before. */
 int inf_tokenizer_encode(struct inf_tokenizer *tok, const char *text, size_t len, unsigned flags,
                          struct shm_error *err, struct inf_ids *ret_ids);

@@ -163,6 +163,12 @@ static int encode_word(struct inf_tokenizer *tok, const unsigned char *word, siz
 {
     if (len == 1)
         return push(ret_ids, tok->byte_ids[word[0]]);
+    if (tok->whole_words && len > INF_WORD_BYTES) {
+        uint32_t hash;
+        int32_t id = inf_name_find(tok, &tok->normal, (const char *)word, len, &hash)->id;
+        if (id >= 0)
+            return push(ret_ids, id);
+    }
     if (len > SHORT_WORD)
         return encode_long(tok, word, len, ret_ids);
     struct inf_word *cached = NULL;
@@ -177,9 +183,15 @@ static int encode_word(struct inf_tokenizer *tok, const unsigned char *word, siz
         }
     }
     int32_t ids[SHORT_WORD];
-    for (size_t i = 0; i < len; i++)
-        ids[i] = tok->byte_ids[word[i]];
-    unsigned n = merge_short(tok, ids, (unsigned)len);
+    uint32_t hash;
+    unsigned n = 1;
+    ids[0] = tok->whole_words && cached ? inf_name_find(tok, &tok->normal, (const char *)word, len, &hash)->id
+                                        : -1;
+    if (ids[0] < 0) {
+        for (size_t i = 0; i < len; i++)
+            ids[i] = tok->byte_ids[word[i]];
+        n = merge_short(tok, ids, (unsigned)len);
+    }
     if (cached && n <= INF_WORD_IDS) {
         memcpy(cached->ids, ids, n * sizeof *ids);
         memcpy(cached->bytes, word, len);
@@ -210,6 +222,8 @@ static size_t utf8_run(const unsigned char *p, size_t len)
 static int encode_plain(struct inf_tokenizer *tok, const char *text, size_t len, struct inf_ids *ret_ids)
 {
     const unsigned char *bytes = (const unsigned char *)text;
+    if (tok->spm)
+        return inf_spm_encode(tok, text, len, ret_ids);
     for (size_t at = 0; at < len;) {
         size_t run = utf8_run(bytes + at, len - at), pos = 0;
         while (pos < run) {

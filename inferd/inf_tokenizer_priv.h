@@ -62,6 +62,9 @@ struct inf_tokenizer {
     bool special_first[256]; /* a special token starts with this byte */
     int32_t bos_id, eos_id;
     bool add_bos;
+    bool whole_words; /* a piece that is a token is not merged */
+    bool spm, add_space_prefix;
+    uint32_t *ranks; /* spm: of each token, from its score; the lower the sooner joined */
     int32_t stop_ids[INF_STOP_IDS_MAX];
     unsigned n_stop_ids;
 
@@ -71,6 +74,10 @@ struct inf_tokenizer {
     void *work; /* of one long word */
     size_t work_bytes;
 };
+
+/* A plain text by SentencePiece's rules, at the start of a text or behind a
+ * special token. 0 or -ENOMEM. */
+int inf_spm_encode(struct inf_tokenizer *tok, const char *text, size_t len, struct inf_ids *ret_ids);
 
 static inline uint64_t inf_pair_key(int32_t left, int32_t right)
 {
