@@ -57,7 +57,7 @@ static const struct argp_option option_table[] = {
      "EXPERTD_ROUTED_STREAM=0 means full)",
      2},
     {"depth", KEY_DEPTH, "N", 0,
-     "Most copies outstanding under the routed policy (default: 16; environment: "
+     "Most guesses outstanding under the routed policy (default: 16; environment: "
      "EXPERTD_ROUTED_STREAM_DEPTH)",
      2},
     {"floor", KEY_FLOOR, "TOKENS", 0, "Smallest chunk that streams ahead of the router (default: 1024)", 2},

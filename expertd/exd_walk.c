@@ -202,7 +202,7 @@ static enum exd_step issue(struct exd_walk *w, uint32_t e, bool certain)
     if (rc)
         return fail(w, rc);
     w->counts.issued++;
-    uint64_t queued = outstanding(w);
+    uint64_t queued = certain && w->config.policy != SHM_POLICY_FULL ? 0 : outstanding(w);
     if (queued > w->counts.outstanding_max)
         w->counts.outstanding_max = queued;
     rc = fill_group(w);

@@ -97,7 +97,7 @@ struct exd_walk_config {
 
 struct exd_walk_counts {
     uint64_t entries, issued, dropped, signals;
-    uint64_t outstanding_max;
+    uint64_t outstanding_max; /* after a guess; under full after any copy */
 };
 
 struct exd_walk; /* opaque; memory for the largest stream is allocated once */

@@ -87,7 +87,7 @@ static const struct group {
      {"stream", KEY_STREAM, "full|routed", 0, "Copy every expert, or drop what no token needs", 0}},
     {INF_GROUP_ENGINE,
      {"order", KEY_ORDER, "index|recent|predicted", 0, "Order of the experts inside a layer", 0}},
-    {INF_GROUP_ENGINE, {"depth", KEY_DEPTH, "COPIES", 0, "Most copies under way (routed)", 0}},
+    {INF_GROUP_ENGINE, {"depth", KEY_DEPTH, "COPIES", 0, "Most guesses under way (routed)", 0}},
     {INF_GROUP_ENGINE,
      {"floor", KEY_FLOOR, "TOKENS", 0, "Chunks below it copy routed experts only, after the router", 0}},
     {INF_GROUP_ENGINE, {"link-gbps", KEY_GBPS, "GB/S", 0, "Pace this worker's link (below 0: unpaced)", 0}},

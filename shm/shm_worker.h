@@ -168,7 +168,7 @@ struct shm_report {
     uint64_t link_ns;         /* link busy with this stream's copies */
     uint64_t span_ns;         /* first issue to last landing */
     uint64_t wait_ns;         /* worker asleep for groups */
-    uint64_t outstanding_max; /* most copies issued and not landed */
+    uint64_t outstanding_max; /* most copies not landed when a guess was issued (full: any copy) */
     uint64_t cpu_ns;          /* of the issuer's thread */
     uint64_t reserved[2];
 };

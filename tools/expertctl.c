@@ -91,7 +91,7 @@ static const struct argp_option options[] = {
     {"session", OPT_SESSION, "N", 0, "configure: the worker by its session (else by --worker)", 0},
     {"stream", OPT_STREAM, "full|routed", 0, "configure: copy every streamed expert, or only routed ones", 0},
     {"order", OPT_ORDER, "index|recent|predicted", 0, "configure: order inside a layer", 0},
-    {"depth", OPT_DEPTH, "N", 0, "configure: most copies outstanding (routed)", 0},
+    {"depth", OPT_DEPTH, "N", 0, "configure: most guesses outstanding (routed)", 0},
     {"floor", OPT_FLOOR, "TOKENS", 0, "configure: smallest chunk that streams ahead of the router", 0},
     {"link-gbps", OPT_GBPS, "X", 0, "configure: pace the link to X * 1e9 bytes a second; 0: unpaced", 0},
     {"link-latency-us", OPT_LATENCY, "X", 0, "configure: add X microseconds to each copy; 0: none", 0},

@@ -276,7 +276,7 @@ static int check_report(struct race_worker *w, const struct race_stream *s, uint
         return broken(w, "report: routed experts", r.routed, routed);
     if (r.bytes != r.copied * w->arena->view.layers[0].blob_bytes)
         return broken(w, "report: bytes", r.bytes, r.copied);
-    if (s->policy != SHM_POLICY_FULL && r.outstanding_max > (s->depth > 32 ? s->depth : 32))
+    if (s->policy != SHM_POLICY_FULL && r.outstanding_max > s->depth)
         return broken(w, "report: outstanding past depth", r.outstanding_max, s->depth);
     if (s->policy == SHM_POLICY_DEMAND && r.wasted)
         return broken(w, "report: copied on demand without a token", r.wasted, 0);
