@@ -111,8 +111,8 @@ static void run_stream(struct worker *k, uint32_t policy)
     if (policy == SHM_POLICY_FULL)
         CHECK(r.dropped == 0, "full policy dropped %d", (int)r.dropped);
     else
-        CHECK(r.dropped > 0 && r.outstanding_max <= r.depth,
-              "routed dropped %d, %d outstanding of %u", (int)r.dropped, (int)r.outstanding_max, r.depth);
+        CHECK(r.dropped > 0 && r.outstanding_max <= r.depth, "routed dropped %d, %d outstanding of %u",
+              (int)r.dropped, (int)r.outstanding_max, r.depth);
 }
 
 static void configure(struct worker *k, uint32_t policy, uint32_t order, uint32_t depth,
