@@ -51,7 +51,7 @@ static int rule_char(struct srv_build *b)
     all = srv_build_either(b, all, srv_build_bytes(b, "\xF4", 1, srv_build_class(b, "\x80\x8F", tail2)));
     int hex1 = srv_build_class(b, "09afAF", end), hex2 = srv_build_class(b, "09afAF", hex1);
     int hex3 = srv_build_class(b, "09afAF", hex2);
-    int low = literal(b, "\\u", srv_build_class(b, "dDdD", srv_build_class(b, "cfCF", hex2)));
+    int low = literal(b, "\\u", srv_build_class(b, "ddDD", srv_build_class(b, "cfCF", hex2)));
     int high = srv_build_class(b, "89abAB", srv_build_class(b, "09afAF", srv_build_class(b, "09afAF", low)));
     int code = srv_build_class(b, "09acAC", hex3);
     code = srv_build_either(b, code, srv_build_class(b, "eeEEffFF", hex3));
