@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/serve/srv_request.h"
 
+#include "inferd/inf_utf8.h"
 #include "inferd/serve/srv_grammar.h"
 
 #include <errno.h>
@@ -12,6 +13,15 @@
 #include <sys/random.h>
 
 #define STOP_BYTES_MAX 1024
+
+/* One line of UTF-8, whatever a request brought into it. */
+static void printable(char *text)
+{
+    size_t n = strlen(text), step;
+    for (char *at = text; n > 0; at += step, n -= step)
+        if (inf_utf8_step((unsigned char *)at, n, &step) != INF_UTF8_OK || (unsigned char)*at < 0x20)
+            memset(at, '?', step);
+}
 
 int srv_refuse(struct srv_refusal *r, int status, const char *code, const char *param, const char *fmt, ...)
 {
@@ -29,6 +39,8 @@ int srv_refuse(struct srv_refusal *r, int status, const char *code, const char *
     va_start(args, fmt);
     vsnprintf(r->message, sizeof r->message, fmt, args);
     va_end(args);
+    printable(r->param);
+    printable(r->message);
     return -EINVAL;
 }
 

@@ -143,16 +143,31 @@ static json_t *model_json(const struct srv_server *s)
                      (json_int_t)s->created, "owned_by", "expertd", "max_model_len", (json_int_t)info->ctx);
 }
 
+/* "%20" and so on; out has room for the whole. */
+static void percent_decode(const char *in, char *out)
+{
+    static const char digits[] = "0123456789abcdef";
+    for (; *in; in++) {
+        const char *high = *in == '%' && in[1] ? strchr(digits, in[1] | 0x20) : NULL;
+        const char *low = high && in[2] ? strchr(digits, in[2] | 0x20) : NULL;
+        *out++ = low ? (char)((high - digits) << 4 | (low - digits)) : *in;
+        in += low ? 2 : 0;
+    }
+    *out = '\0';
+}
+
 static void get_models(struct srv_server *s, struct srv_exchange *x)
 {
     struct srv_refusal refusal;
-    const char *name = x->head.path + strlen("/v1/models");
+    char name[512] = "";
     if (!srv_engine_info(s->engine)) {
         srv_ready(s, &refusal);
         srv_header(x, "Retry-After", "1");
         srv_reply_refusal(s, x, &refusal);
         return;
     }
+    if (strlen(x->head.path) < sizeof name)
+        percent_decode(x->head.path + strlen("/v1/models"), name);
     if (*name && strcmp(name + 1, srv_model_name(s)) != 0) {
         srv_refuse(&refusal, 404, "model_not_found", "model",
                    "the model '%.100s' does not exist; this server has '%.100s'", name + 1,

@@ -47,7 +47,7 @@ int srv_slots_pick(struct srv_engine *e, const int32_t *ids, size_t n, struct sr
         if (s->busy)
             continue;
         uint32_t k = common(s->conversation, ids, n);
-        if (k > shared && k >= s->conversation->n / 2) {
+        if (k > shared && (k >= s->conversation->n / 2 || k + 1 >= n)) {
             shared = k;
             best = s;
         }

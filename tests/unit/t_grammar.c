@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Grammars: texts that belong to a schema and texts that don't; masks against the definition; random walks end in JSON. */
+/* Grammars: texts that belong to a schema and texts that don't; masks against the definition; random walks
+ * end in JSON. */
 #include <criterion/criterion.h>
 #include <errno.h>
 #include <stdio.h>
@@ -66,8 +67,9 @@ Test(grammar, any_json)
 
 Test(grammar, objects)
 {
-    const char *s = "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"},\"b\":{\"type\":\"string\"},\"c\":"
-                    "{\"type\":[\"boolean\",\"null\"]}},\"required\":[\"b\"],\"additionalProperties\":false}";
+    const char *s =
+        "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"},\"b\":{\"type\":\"string\"},\"c\":"
+        "{\"type\":[\"boolean\",\"null\"]}},\"required\":[\"b\"],\"additionalProperties\":false}";
     YES("{\"a\":1,\"b\":\"x\",\"c\":null}");
     YES("{ \"b\": \"\" }");
     YES("{\"b\":\"x\", \"c\":true}");
@@ -126,7 +128,8 @@ Test(grammar, arrays_strings_and_choices)
     s = "{\"anyOf\":[{\"type\":\"integer\"},{\"type\":\"array\",\"items\":{\"$ref\":\"#\"}}]}";
     YES("[[],[1,[2]]]");
     NO("[true]");
-    s = "{\"$defs\":{\"node\":{\"type\":\"object\",\"properties\":{\"v\":{\"type\":\"integer\"},\"next\":{\"anyOf\":[{\"$ref\":"
+    s = "{\"$defs\":{\"node\":{\"type\":\"object\",\"properties\":{\"v\":{\"type\":\"integer\"},\"next\":{"
+        "\"anyOf\":[{\"$ref\":"
         "\"#/$defs/node\"},{\"type\":\"null\"}]}},\"required\":[\"v\",\"next\"]}},\"$ref\":\"#/$defs/node\"}";
     YES("{\"v\":1,\"next\":{\"v\":2,\"next\":null}}");
     NO("{\"v\":1,\"next\":{\"v\":2}}");
@@ -199,7 +202,8 @@ static void walk(struct inf_tokenizer *tok, const struct srv_vocab *vocab, const
             const char *bytes;
             size_t len;
             inf_tokenizer_bytes(tok, (int32_t)i, &bytes, &len);
-            bool stop = inf_tokenizer_is_stop(tok, (int32_t)i), control = inf_tokenizer_is_control(tok, (int32_t)i);
+            bool stop = inf_tokenizer_is_stop(tok, (int32_t)i),
+                 control = inf_tokenizer_is_control(tok, (int32_t)i);
             if (allowed(mask, (int32_t)i) && !control)
                 choice[n_choices++] = (int32_t)i;
             if (stop)
@@ -247,9 +251,12 @@ Test(grammar, random_walks_under_masks_write_json)
     struct srv_vocab *vocab = srv_vocab_create(tok, inf_tokenizer_size(tok) + 70);
     cr_assert(vocab);
     for (unsigned seed = 1; seed <= 4; seed++) {
-        walk(tok, vocab, "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\",\"maxLength\":12},\"age\":{\"type\":"
-                         "\"integer\"},\"tags\":{\"type\":\"array\",\"items\":{\"enum\":[\"a\",\"ab\",1]},\"maxItems\":4}},"
-                         "\"required\":[\"name\",\"age\",\"tags\"]}",
+        walk(tok, vocab,
+             "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\",\"maxLength\":12},\"age\":{"
+             "\"type\":"
+             "\"integer\"},\"tags\":{\"type\":\"array\",\"items\":{\"enum\":[\"a\",\"ab\",1]},\"maxItems\":4}"
+             "},"
+             "\"required\":[\"name\",\"age\",\"tags\"]}",
              seed);
         walk(tok, vocab, "{}", seed);
     }

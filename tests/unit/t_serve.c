@@ -30,7 +30,8 @@ static int parse_head(const char *text)
 
 Test(head, is_parsed)
 {
-    cr_assert_eq(parse_head("POST /v1/x?a=b HTTP/1.1\r\nHost: h\r\nContent-LENGTH:  12 \r\nX-A: b c\r\n\r\n"), 0);
+    cr_assert_eq(parse_head("POST /v1/x?a=b HTTP/1.1\r\nHost: h\r\nContent-LENGTH:  12 \r\nX-A: b c\r\n\r\n"),
+                 0);
     cr_assert_str_eq(head.method, "POST");
     cr_assert_str_eq(head.path, "/v1/x");
     cr_assert_str_eq(head.query, "a=b");
@@ -42,8 +43,10 @@ Test(head, is_parsed)
     cr_assert(head.keep_alive && head.minor == 0);
     cr_assert_eq(parse_head("GET / HTTP/1.1\r\nHost: h\r\nConnection: foo, close\r\n\r\n"), 0);
     cr_assert(!head.keep_alive);
-    cr_assert_eq(parse_head("POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"),
-                 0);
+    cr_assert_eq(
+        parse_head(
+            "POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"),
+        0);
     cr_assert(head.chunked && head.expect_continue);
 }
 
@@ -121,8 +124,9 @@ Test(chunked, any_cut_gives_the_same_body)
 
 Test(chunked, malformed_ones_are_refused)
 {
-    static const char *const bad[] = {"x\r\n", "\r\n", "5\nhello", "5\r\nhelloX\r\n", "1000000000000000\r\n", "-1\r\n",
-                                      "5\r\nhello\rX", "0\r\n\nx", "5 \nx"};
+    static const char *const bad[] = {
+        "x\r\n",         "\r\n",     "5\nhello", "5\r\nhelloX\r\n", "1000000000000000\r\n", "-1\r\n",
+        "5\r\nhello\rX", "0\r\n\nx", "5 \nx"};
     char out[256];
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
         cr_expect_eq(chunk(bad[i], 1, out), -1, "%s", bad[i]);
@@ -163,7 +167,8 @@ Test(stops, across_borders)
     cr_expect_str_eq(stopped(stops, 3, (const char *const[]){"a ST", "AR", "T", NULL}), "a |STAR|T|[-1]");
     cr_expect_str_eq(stopped(stops, 3, (const char *const[]){"a\n", "\nb", NULL}), "a||[1]");
     cr_expect_str_eq(stopped(stops, 3, (const char *const[]){"xSTOPPED", NULL}), "x|[2]");
-    cr_expect_str_eq(stopped(stops, 3, (const char *const[]){"x", "S", "S", "T", "O", "P", NULL}), "x||S||||[0]");
+    cr_expect_str_eq(stopped(stops, 3, (const char *const[]){"x", "S", "S", "T", "O", "P", NULL}),
+                     "x||S||||[0]");
     cr_expect_str_eq(stopped(stops, 3, (const char *const[]){"end\n", NULL}), "end|\n[-1]");
     cr_expect_str_eq(stopped(stops, 0, (const char *const[]){"a", "", "b", NULL}), "a||b|[-1]");
     char *const snow[] = {(char *)"\xE2\x98\x83!"};
@@ -186,17 +191,22 @@ static int parse(enum srv_api api, const char *body)
     return rc ? refusal.status : 0;
 }
 
-#define CHAT(rest)    parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]" rest "}")
-#define MESSAGE(rest) parse(SRV_API_MESSAGES, "{\"max_tokens\":5,\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]" rest "}")
+#define CHAT(rest) parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]" rest "}")
+#define MESSAGE(rest)                                                                                        \
+    parse(SRV_API_MESSAGES,                                                                                  \
+          "{\"max_tokens\":5,\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]" rest "}")
 
 Test(request, parameters_arrive)
 {
-    cr_assert_eq(CHAT(",\"temperature\":0.5,\"top_p\":0.25,\"top_k\":7,\"min_p\":0.125,\"max_completion_tokens\":9,"
-                      "\"seed\":42,\"stop\":[\"a\",\"b\"],\"presence_penalty\":1,\"frequency_penalty\":-1,"
-                      "\"repeat_penalty\":1.5,\"logit_bias\":{\"5\":-100,\"6\":2.5},\"logprobs\":true,\"top_logprobs\":3,"
-                      "\"stream\":true,\"stream_options\":{\"include_usage\":true},\"n\":1,\"user\":\"me\",\"suffix\":null,"
-                      "\"ignore_eos\":true,\"model\":\"m\""),
-                 0);
+    cr_assert_eq(
+        CHAT(",\"temperature\":0.5,\"top_p\":0.25,\"top_k\":7,\"min_p\":0.125,\"max_completion_tokens\":9,"
+             "\"seed\":42,\"stop\":[\"a\",\"b\"],\"presence_penalty\":1,\"frequency_penalty\":-1,"
+             "\"repeat_penalty\":1.5,\"logit_bias\":{\"5\":-100,\"6\":2.5},\"logprobs\":true,\"top_"
+             "logprobs\":3,"
+             "\"stream\":true,\"stream_options\":{\"include_usage\":true},\"n\":1,\"user\":\"me\",\"suffix\":"
+             "null,"
+             "\"ignore_eos\":true,\"model\":\"m\""),
+        0);
     cr_expect_eq(request.sampler.temperature, 0.5f);
     cr_expect_eq(request.sampler.top_p, 0.25f);
     cr_expect_eq(request.sampler.top_k, 7);
@@ -211,7 +221,8 @@ Test(request, parameters_arrive)
     cr_expect_eq(request.n_bias, 2);
     cr_expect(isinf(request.bias[0].logprob) && request.bias[0].logprob < 0 && request.bias[0].id == 5);
     cr_expect_eq(request.bias[1].logprob, 2.5f);
-    cr_expect(request.logprobs && request.n_top == 3 && request.stream && request.include_usage && request.ignore_eos);
+    cr_expect(request.logprobs && request.n_top == 3 && request.stream && request.include_usage &&
+              request.ignore_eos);
     cr_expect_str_eq(request.model, "m");
     cr_assert_eq(CHAT(""), 0);
     cr_expect_eq(request.sampler.temperature, 0.7f);
@@ -226,8 +237,8 @@ Test(request, parameters_arrive)
 static void refuses(int status, const char *param)
 {
     cr_expect_eq(status, 400, "%s was taken", param);
-    cr_expect(strstr(refusal.param, param) || strstr(refusal.message, param), "'%s' is not in: %s / %s", param,
-              refusal.param, refusal.message);
+    cr_expect(strstr(refusal.param, param) || strstr(refusal.message, param), "'%s' is not in: %s / %s",
+              param, refusal.param, refusal.message);
 }
 
 Test(request, what_cannot_be_honoured_is_refused_by_name)
@@ -243,7 +254,8 @@ Test(request, what_cannot_be_honoured_is_refused_by_name)
     refuses(CHAT(",\"seed\":\"x\""), "seed");
     refuses(CHAT(",\"stop\":\"\""), "stop");
     refuses(CHAT(",\"stop\":[1]"), "stop");
-    refuses(CHAT(",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\",\"a\",\"b\",\"c\",\"d\",\"e\",\"f\",\"g\","
+    refuses(CHAT(",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\",\"a\",\"b\",\"c\",\"d\","
+                 "\"e\",\"f\",\"g\","
                  "\"h\"]"),
             "stop");
     refuses(CHAT(",\"top_logprobs\":21,\"logprobs\":true"), "top_logprobs");
@@ -259,9 +271,11 @@ Test(request, what_cannot_be_honoured_is_refused_by_name)
     refuses(CHAT(",\"tool_choice\":\"required\""), "tool_choice");
     refuses(CHAT(",\"tools\":[{\"type\":\"web\"}]"), "tools");
     refuses(CHAT(",\"response_format\":{\"type\":\"xml\"}"), "response_format");
-    refuses(CHAT(",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"schema\":{\"type\":\"string\","
-                 "\"pattern\":\"a\"}}}"),
-            "pattern");
+    refuses(
+        CHAT(
+            ",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"schema\":{\"type\":\"string\","
+            "\"pattern\":\"a\"}}}"),
+        "pattern");
     refuses(CHAT(",\"reasoning_effort\":\"huge\""), "reasoning_effort");
     refuses(CHAT(",\"chat_template_kwargs\":{\"x\":1}"), "enable_thinking");
     refuses(parse(SRV_API_CHAT, "{}"), "messages");
@@ -269,7 +283,9 @@ Test(request, what_cannot_be_honoured_is_refused_by_name)
     refuses(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"king\",\"content\":\"\"}]}"), "role");
     refuses(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\"}]}"), "content");
     refuses(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"x\",\"mood\":1}]}"), "mood");
-    refuses(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]}"), "image_url");
+    refuses(
+        parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]}"),
+        "image_url");
     refuses(parse(SRV_API_COMPLETION, "{\"prompt\":[\"a\",\"b\"]}"), "prompt");
     refuses(parse(SRV_API_COMPLETION, "{\"prompt\":\"a\",\"best_of\":2}"), "best_of");
     refuses(parse(SRV_API_COMPLETION, "{\"prompt\":\"a\",\"suffix\":\"b\"}"), "suffix");
@@ -279,7 +295,9 @@ Test(request, what_cannot_be_honoured_is_refused_by_name)
     refuses(MESSAGE(",\"thinking\":{\"type\":\"enabled\",\"budget_tokens\":1024}"), "thinking");
     refuses(MESSAGE(",\"tools\":[{\"type\":\"bash_20250124\",\"name\":\"bash\"}]"), "tools");
     refuses(parse(SRV_API_MESSAGES, "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]}"), "max_tokens");
-    refuses(parse(SRV_API_MESSAGES, "{\"max_tokens\":1,\"messages\":[{\"role\":\"system\",\"content\":\"hi\"}]}"), "role");
+    refuses(
+        parse(SRV_API_MESSAGES, "{\"max_tokens\":1,\"messages\":[{\"role\":\"system\",\"content\":\"hi\"}]}"),
+        "role");
     cr_expect_eq(parse(SRV_API_CHAT, "[]"), 400);
     cr_expect_eq(parse(SRV_API_CHAT, "{\"a\":1,\"a\":1}"), 400);
     cr_expect_eq(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"\xFF\"}]}"), 400);
@@ -288,14 +306,18 @@ Test(request, what_cannot_be_honoured_is_refused_by_name)
 
 Test(request, blocks_become_messages)
 {
-    cr_assert_eq(parse(SRV_API_MESSAGES,
-                       "{\"max_tokens\":5,\"messages\":[{\"role\":\"user\",\"content\":\"q\"},{\"role\":\"assistant\","
-                       "\"content\":[{\"type\":\"text\",\"text\":\"let me \"},{\"type\":\"text\",\"text\":\"see\"},{\"type\":"
-                       "\"tool_use\",\"id\":\"t1\",\"name\":\"f\",\"input\":{\"a\":[1,\"x\"]}}]},{\"role\":\"user\",\"content\":"
-                       "[{\"type\":\"tool_result\",\"tool_use_id\":\"t1\",\"content\":[{\"type\":\"text\",\"text\":\"42\"}]},"
-                       "{\"type\":\"text\",\"text\":\"and?\"}]}],\"system\":[{\"type\":\"text\",\"text\":\"be\"}],"
-                       "\"tools\":[{\"name\":\"f\",\"description\":\"d\",\"input_schema\":{\"type\":\"object\"}}]}"),
-                 0, "%s", refusal.message);
+    cr_assert_eq(
+        parse(SRV_API_MESSAGES,
+              "{\"max_tokens\":5,\"messages\":[{\"role\":\"user\",\"content\":\"q\"},{\"role\":\"assistant\","
+              "\"content\":[{\"type\":\"text\",\"text\":\"let me "
+              "\"},{\"type\":\"text\",\"text\":\"see\"},{\"type\":"
+              "\"tool_use\",\"id\":\"t1\",\"name\":\"f\",\"input\":{\"a\":[1,\"x\"]}}]},{\"role\":\"user\","
+              "\"content\":"
+              "[{\"type\":\"tool_result\",\"tool_use_id\":\"t1\",\"content\":[{\"type\":\"text\",\"text\":"
+              "\"42\"}]},"
+              "{\"type\":\"text\",\"text\":\"and?\"}]}],\"system\":[{\"type\":\"text\",\"text\":\"be\"}],"
+              "\"tools\":[{\"name\":\"f\",\"description\":\"d\",\"input_schema\":{\"type\":\"object\"}}]}"),
+        0, "%s", refusal.message);
     cr_assert_eq(request.n_messages, 5);
     static const char *const roles[] = {"system", "user", "assistant", "tool", "user"};
     static const char *const contents[] = {"be", "q", "let me see", "42", "and?"};
@@ -308,8 +330,9 @@ Test(request, blocks_become_messages)
     cr_expect_str_eq(request.messages[2].calls[0].arguments, "{\"a\":[1,\"x\"]}");
     cr_expect_str_eq(request.messages[3].tool_call_id, "t1");
     char *tools = json_dumps(request.tool_list, JSON_COMPACT);
-    cr_expect_str_eq(tools, "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"description\":\"d\",\"parameters\":{"
-                            "\"type\":\"object\"}}}]");
+    cr_expect_str_eq(
+        tools, "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"description\":\"d\",\"parameters\":{"
+               "\"type\":\"object\"}}}]");
     free(tools);
     cr_assert_eq(parse(SRV_API_COMPLETION, "{\"prompt\":[1,2,3]}"), 0);
     cr_expect_eq(request.ids.n, 3);

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""inferd serve with the clients people use: the openai and anthropic packages, curl."""
+import asyncio
+import json
+import shutil
+import subprocess
+
+import pytest
+from conftest import SLOW
+from serving import Server
+
+KEY = "sk-test"
+MODEL = "Story MoE 15M"
+ASK = [{"role": "user", "content": "Tell me a story."}]
+
+
+def need(package):
+    return pytest.importorskip(package, reason=f"the Python package '{package}' is not installed (PyPI out of reach?)")
+
+
+@pytest.fixture
+def server(world, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(KEY + "\n")
+    world.expertd()
+    return Server(world, "--api-key-file", keys, "--temperature", "0")
+
+
+def openai_client(server, **kw):
+    openai = need("openai")
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=kw.pop("key", KEY), timeout=60 * SLOW, max_retries=0, **kw)
+
+
+def anthropic_client(server, **kw):
+    anthropic = need("anthropic")
+    return anthropic.Anthropic(base_url=server.url, api_key=kw.pop("key", KEY), timeout=60 * SLOW, max_retries=0, **kw)
+
+
+def test_openai(server):
+    openai = need("openai")
+    client = openai_client(server)
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    chat = client.chat.completions.create(model=MODEL, messages=ASK, max_completion_tokens=20, logprobs=True,
+                                          top_logprobs=2)
+    choice = chat.choices[0]
+    assert choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert "".join(t.token for t in choice.logprobs.content) == choice.message.content
+    assert chat.usage.completion_tokens == 20 and chat.usage.prompt_tokens > 5
+    text, usage = "", None
+    for event in client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=20, stream=True,
+                                                stream_options={"include_usage": True}):
+        if event.choices:
+            text += event.choices[0].delta.content or ""
+        usage = event.usage or usage
+    assert text == choice.message.content
+    assert usage.completion_tokens == 20 and usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    done = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=10, extra_body={"top_k": 1})
+    streamed = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=10, stream=True)
+    assert "".join(e.choices[0].text for e in streamed if e.choices) == done.choices[0].text != ""
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=200, response_format={
+        "type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {
+            "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+            "additionalProperties": False}}})
+    assert isinstance(json.loads(answer.choices[0].message.content)["a"], bool)
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(model=MODEL, messages=ASK, n=3)
+    assert e.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 4000}])
+    assert e.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-9", messages=ASK)
+    with pytest.raises(openai.AuthenticationError):
+        openai_client(server, key="sk-wrong").models.list()
+
+
+def test_openai_leaves_in_the_middle(server):
+    client = openai_client(server)
+    events = client.chat.completions.create(model=MODEL, messages=ASK, stream=True, extra_body={"ignore_eos": True})
+    next(iter(events))
+    events.close()
+    headers = {"X-Api-Key": KEY}
+    status = server.world.until(lambda: not (t := server.get("/v1/status", headers=headers)[2])["running"] and t,
+                                what="the work stops")
+    assert status["queue"]["cancelled"] == 1
+
+
+def test_64_openai_clients_at_once(server):
+    openai = need("openai")
+
+    async def ask(client, i):
+        if i % 2:
+            r = await client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8)
+            return r.choices[0].message.content
+        text = ""
+        async for e in await client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True):
+            text += e.choices[0].delta.content or ""
+        return text
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY, timeout=120 * SLOW,
+                                      max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(64)))
+    answers = asyncio.run(all_of_them())
+    assert len(set(answers)) == 1 and answers[0]
+
+
+def test_openai_stream_that_fails(world):
+    openai = need("openai")
+    d = world.expertd()
+    server = Server(world, "--resume-seconds", "1")
+    events = openai_client(server).chat.completions.create(model=MODEL, messages=ASK, stream=True,
+                                                           extra_body={"ignore_eos": True})
+    next(iter(events))
+    d.kill()
+    with pytest.raises(openai.APIError, match="expertd"):
+        for _ in events:
+            pass
+    with pytest.raises(openai.InternalServerError) as e:
+        openai_client(server).chat.completions.create(model=MODEL, messages=ASK)
+    assert e.value.status_code == 503
+
+
+def test_anthropic(server):
+    anthropic = need("anthropic")
+    client = anthropic_client(server)
+    message = client.messages.create(model=MODEL, max_tokens=20, messages=ASK)
+    assert message.role == "assistant" and message.stop_reason == "max_tokens"
+    assert message.usage.output_tokens == 20 and message.content[0].type == "text"
+    text = message.content[0].text
+    with client.messages.stream(model=MODEL, max_tokens=20, messages=ASK) as events:
+        assert "".join(events.text_stream) == text
+        final = events.get_final_message()
+    assert final.stop_reason == "max_tokens" and final.usage.output_tokens == 20
+    total = final.usage.input_tokens + final.usage.cache_read_input_tokens
+    assert client.messages.count_tokens(model=MODEL, messages=ASK).input_tokens == total
+    word = text.split()[3]
+    stopped = client.messages.create(model=MODEL, max_tokens=20, messages=ASK, stop_sequences=[word])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+    assert stopped.content[0].text == text[:text.index(word)]
+    talk = client.messages.create(model=MODEL, max_tokens=5, system="You tell stories.", messages=[
+        *ASK, {"role": "assistant", "content": [{"type": "text", "text": "No."}]}, {"role": "user", "content": "Do!"}])
+    assert talk.usage.output_tokens <= 5
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        client.messages.create(model=MODEL, max_tokens=5, messages=ASK,
+                               tools=[{"name": "f", "input_schema": {"type": "object"}}])
+    with pytest.raises(anthropic.BadRequestError, match="thinking"):
+        client.messages.create(model=MODEL, max_tokens=2000, messages=ASK,
+                               thinking={"type": "enabled", "budget_tokens": 1024})
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="claude-9", max_tokens=5, messages=ASK)
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic_client(server, key="wrong").messages.create(model=MODEL, max_tokens=5, messages=ASK)
+
+
+def test_anthropic_stream_that_fails(world):
+    anthropic = need("anthropic")
+    d = world.expertd()
+    server = Server(world, "--resume-seconds", "1")
+    with pytest.raises(anthropic.APIError, match="expertd"):
+        with anthropic_client(server).messages.stream(model=MODEL, max_tokens=2000, messages=[
+                {"role": "user", "content": "Tell me a long story."}]) as events:
+            for i, _ in enumerate(events.text_stream):
+                if i == 0:
+                    d.kill()
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="no curl")
+def test_curl(server):
+    def curl(*argv):
+        return subprocess.run(["curl", "-sS", "-m", str(60 * SLOW), *argv], capture_output=True, text=True)
+    key = ["-H", f"Authorization: Bearer {KEY}"]
+    body = json.dumps({"messages": ASK, "max_tokens": 5})
+    whole = curl(*key, server.url + "/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body)
+    assert json.loads(whole.stdout)["usage"]["completion_tokens"] == 5
+    streamed = curl("-N", *key, server.url + "/v1/chat/completions", "-d", json.dumps({**json.loads(body), "stream": True}))
+    assert streamed.stdout.endswith("data: [DONE]\n\n") and streamed.stdout.startswith("data: {")
+    assert json.loads(curl(server.url + "/v1/models").stdout)["error"]["code"] == "invalid_api_key"
+    chunked = curl(*key, "-H", "Transfer-Encoding: chunked", server.url + "/v1/chat/completions", "-d", body)
+    assert json.loads(chunked.stdout)["choices"][0]["message"] == json.loads(whole.stdout)["choices"][0]["message"]
+    head = curl(*key, "-I", server.url + "/health")
+    assert head.stdout.startswith("HTTP/1.1 200")
