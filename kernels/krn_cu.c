@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define MODULES      6
+#define MODULES      7
 #define THREADS      256u
 #define GEMM_THREADS 128u
 #define GEMV_WARPS   4u
@@ -49,13 +49,16 @@
     X(attention_64, attn)                                                                                    \
     X(attention_128, attn)                                                                                   \
     X(decode_part, decode)                                                                                   \
-    X(decode_join, decode)
+    X(decode_join, decode)                                                                                   \
+    X(attention_64_sm90, attn_sm90)                                                                          \
+    X(attention_128_sm90, attn_sm90)
 
 #define ENUM(kernel, module) K_##kernel,
 enum kernel { KERNELS(ENUM) KERNEL_COUNT };
-enum module { M_basic, M_router, M_gemm, M_gemv, M_attn, M_decode };
-static const char *const module_names[MODULES] = {"krn_cu_basic", "krn_cu_router", "krn_cu_gemm",
-                                                  "krn_cu_gemv",  "krn_cu_attn",   "krn_cu_decode"};
+enum module { M_basic, M_router, M_gemm, M_gemv, M_attn, M_decode, M_attn_sm90 };
+static const char *const module_names[MODULES] = {"krn_cu_basic",    "krn_cu_router", "krn_cu_gemm",
+                                                  "krn_cu_gemv",     "krn_cu_attn",   "krn_cu_decode",
+                                                  "krn_cu_attn_sm90"};
 #define ROW(kernel, module) {"krn_dev_" #kernel, M_##module},
 static const struct {
     const char *name;
@@ -81,12 +84,16 @@ int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct 
     cu->device = device;
     int rc = krn_cuda_enter(device);
     for (int m = 0; rc == 0 && m < MODULES; m++)
-        rc = krn_cuda_module(module_names[m], &cu->module[m], err);
+        if (m != M_attn_sm90 || (device->major == 9 && krn_fatbin_find(module_names[m])))
+            rc = krn_cuda_module(module_names[m], &cu->module[m], err);
     for (int k = 0; rc == 0 && k < KERNEL_COUNT; k++) {
+        if (!cu->module[kernels[k].module])
+            continue;
         /* these take what the shape at hand needs */
-        unsigned shared = kernels[k].module == M_gemm || k == K_attention_64 || k == K_attention_128
-                              ? device->shared_max
-                              : 0;
+        unsigned shared =
+            kernels[k].module == M_gemm || kernels[k].module == M_attn || kernels[k].module == M_attn_sm90
+                ? device->shared_max
+                : 0;
         rc = krn_cuda_kernel(cu->module[kernels[k].module], kernels[k].name, shared, &cu->function[k], err);
     }
     if (rc) {
@@ -277,6 +284,15 @@ int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv
                                       0};
     if ((kv->head_dim != 64 && kv->head_dim != 128) || kv->ctx % KRN_CU_KEY_BLOCK)
         return -EINVAL;
+    if (cu->module[M_attn_sm90]) { /* for any number of tokens: bits depend on the kernel */
+        bool wide = kv->head_dim == 128;
+        uint32_t groups = wide ? 2 : 3, work = heads * div_up(tokens, groups * 64),
+                 blocks = (uint32_t)cu->device->multiprocessors;
+        return launch(cu, wide ? K_attention_128_sm90 : K_attention_64_sm90,
+                      (struct grid){work < blocks ? work : blocks, 1, 1, (groups + 1) * 128,
+                                    2048 + (groups * 64 + 4 * 128) * kv->head_dim * 2},
+                      stream, &a);
+    }
     uint32_t shared = (KRN_CU_QUERY_BLOCK + 4 * KRN_CU_KEY_BLOCK) * kv->head_dim * 2;
     return launch(cu, kv->head_dim == 128 ? K_attention_128 : K_attention_64,
                   (struct grid){heads, div_up(tokens, KRN_CU_QUERY_BLOCK), 1, GEMM_THREADS, shared}, stream,

@@ -357,6 +357,8 @@ int main(int argc, char **argv)
         bench_attention(0, 4096, 128, false);
         bench_attention(0, 32768, 128, false);
         bench_attention(18800, 1790, 128, false);
+        bench_attention(0, 512, 128, false);
+        bench_attention(16384, 512, 128, false);
         bench_attention(0, 32768, 64, false);
     }
     if (WANTED("decode")) {
