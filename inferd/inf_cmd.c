@@ -69,15 +69,16 @@ int inf_cmd_prompt(const struct inf_options *o, struct inf_engine *e, struct shm
         goto out;
     }
     struct inf_chat *chat = NULL;
-    rc = inf_chat_create(e->tokenizer, e->chat_template, e->chat_template_bytes, err, &chat);
+    rc =
+        inf_chat_create(e->tokenizer, e->chat_template, e->chat_template_bytes, o->chat_template, err, &chat);
     if (rc)
         goto out;
     struct inf_chat_message message[2];
-    size_t n = 0;
+    size_t n = 0, keep;
     if (o->system)
         message[n++] = (struct inf_chat_message){"system", o->system, strlen(o->system)};
     message[n++] = (struct inf_chat_message){"user", text, bytes};
-    rc = inf_chat_turn(chat, INF_CHAT_FIRST, message, n, err, ret_ids);
+    rc = inf_chat_turn(chat, message, n, NULL, 0, err, &keep, ret_ids);
     inf_chat_destroy(&chat);
 out:
     free(text);

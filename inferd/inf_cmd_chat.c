@@ -26,8 +26,9 @@ static int turn(struct chat *c, const char *text, size_t bytes, struct shm_error
     struct inf_chat_message message[2];
     struct inf_ids ids = {0};
     struct inf_turn done = {0};
-    size_t n = 0;
-    bool again, first = c->talk.conversation->n == 0 && c->talk.pending < 0;
+    struct inf_conversation *conversation = c->talk.conversation;
+    size_t n = 0, keep = 0;
+    bool again;
     int rc = inf_engine_ensure(c->engine, REATTACH_MS, &again, err);
     if (rc)
         return rc;
@@ -35,13 +36,19 @@ static int turn(struct chat *c, const char *text, size_t bytes, struct shm_error
         fprintf(stderr,
                 "inferd: attached to the next expertd in %.1f ms; the conversation of %u tokens goes on\n",
                 (double)c->engine->attach_ns / 1e6, c->talk.conversation->n);
-    if (first && c->o.system)
+    if (inf_chat_is_new(c->template) && c->o.system)
         message[n++] = (struct inf_chat_message){"system", c->o.system, strlen(c->o.system)};
     message[n++] = (struct inf_chat_message){"user", text, bytes};
-    rc = inf_chat_turn(c->template, first ? INF_CHAT_FIRST : INF_CHAT_OPEN, message, n, err, &ids);
+    rc = inf_chat_turn(c->template, message, n, conversation->tokens, conversation->n, err, &keep, &ids);
+    if (!rc && keep != INF_CHAT_KEEP_ALL) {
+        inf_conversation_truncate(conversation, (uint32_t)keep);
+        c->talk.pending = -1;
+    }
     if (!rc)
         rc = inf_turn_run(&c->talk, ids.ids, ids.n, &done, err);
     inf_ids_clear(&ids);
+    if (!rc)
+        rc = inf_chat_answered(c->template, done.generated.ids, done.generated.n, conversation->n, err);
     if (rc) {
         if (!c->o.json)
             putchar('\n');
@@ -118,6 +125,7 @@ static int talk(struct chat *c)
             break;
         if (strcmp(line, "/clear") == 0) {
             inf_conversation_truncate(c->talk.conversation, 0);
+            inf_chat_forget(c->template);
             c->talk.pending = -1;
             inf_sampler_reset(c->talk.sampler, c->o.sampler.seed);
             continue;
@@ -155,7 +163,7 @@ int inf_cmd_chat(int argc, char **argv)
     if (status)
         return status;
     int rc = inf_chat_create(c.engine->tokenizer, c.engine->chat_template, c.engine->chat_template_bytes,
-                             &err, &c.template);
+                             c.o.chat_template, &err, &c.template);
     if (!rc)
         rc = inf_talk_open(c.engine, &c.o, &err, &c.talk);
     if (!rc && c.terminal)

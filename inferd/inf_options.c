@@ -39,6 +39,7 @@ enum key {
     KEY_PROMPT,
     KEY_PROMPT_FILE,
     KEY_SYSTEM,
+    KEY_CHAT_TEMPLATE,
     KEY_RAW,
     KEY_TEMPERATURE,
     KEY_TOP_K,
@@ -104,6 +105,9 @@ static const struct group {
     {INF_GROUP_PROMPT, {"prompt-file", KEY_PROMPT_FILE, "FILE", 0, "A file that holds it", 0}},
     {INF_GROUP_PROMPT | INF_GROUP_SAMPLING,
      {"system", KEY_SYSTEM, "TEXT", 0, "System message before the first turn", 0}},
+    {INF_GROUP_PROMPT | INF_GROUP_SAMPLING,
+     {"chat-template", KEY_CHAT_TEMPLATE, "NAME", 0, "Chat template (default: recognized from the model's)",
+      0}},
     {INF_GROUP_PROMPT, {"raw", KEY_RAW, 0, 0, "The text as it is, without the chat template", 0}},
     {INF_GROUP_LOGITS, {"ids", KEY_IDS, "N,N,...", 0, "Token ids instead of a text", 0}},
     {INF_GROUP_LOGITS,
@@ -268,6 +272,9 @@ static error_t parse_text(int key, char *arg, struct argp_state *state, struct i
         break;
     case KEY_SYSTEM:
         o->system = arg;
+        break;
+    case KEY_CHAT_TEMPLATE:
+        o->chat_template = arg;
         break;
     case KEY_RAW:
         o->raw = true;

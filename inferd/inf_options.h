@@ -34,7 +34,7 @@ struct inf_options {
     bool instance_given;
     struct inf_engine_config engine; /* instance, runtime_dir, stream settings, threads, chunk, ctx */
 
-    const char *prompt, *prompt_file, *ids, *system;
+    const char *prompt, *prompt_file, *ids, *system, *chat_template;
     bool prompt_stdin, raw;
 
     struct inf_sampler_params sampler;

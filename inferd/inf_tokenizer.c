@@ -328,6 +328,12 @@ static void add_stop(struct inf_tokenizer *tok, int32_t id)
         tok->stop_ids[tok->n_stop_ids++] = id;
 }
 
+static int32_t find_special(const struct inf_tokenizer *tok, const char *text)
+{
+    uint32_t hash;
+    return inf_name_find(tok, &tok->special, text, strlen(text), &hash)->id;
+}
+
 static int check_special_ids(struct inf_tokenizer *tok, const struct inf_tokenizer_src *src,
                              struct shm_error *err)
 {
@@ -345,12 +351,15 @@ static int check_special_ids(struct inf_tokenizer *tok, const struct inf_tokeniz
     if (tok->add_bos && tok->bos_id < 0)
         return shm_error_set(err, EINVAL,
                              "tokenizer: the model wants a bos token in front but names none; " REMEDY);
-    static const char *const ends[] = {"<|im_end|>", "<|endoftext|>"};
+    static const char *const ends[] = {"<|im_end|>", "<|endoftext|>",         "<|eot_id|>",
+                                       "<|eom_id|>", "<|end_of_text|>",       "<|return|>",
+                                       "<|call|>",   "<｜end▁of▁sentence｜>", "</s>"};
+    static const char *const glm_ends[] = {"<|user|>", "<|observation|>"};
     add_stop(tok, tok->eos_id);
-    for (int i = 0; i < 2; i++) {
-        uint32_t hash;
-        add_stop(tok, inf_name_find(tok, &tok->special, ends[i], strlen(ends[i]), &hash)->id);
-    }
+    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++)
+        add_stop(tok, find_special(tok, ends[i]));
+    for (size_t i = 0; i < 2 && find_special(tok, "[gMASK]") >= 0; i++)
+        add_stop(tok, find_special(tok, glm_ends[i]));
     return 0;
 }
 

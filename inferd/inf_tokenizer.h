@@ -120,7 +120,8 @@ size_t inf_tokenizer_longest(const struct inf_tokenizer *tok); /* bytes of the l
 /* Control tokens are not shown to a reader (user-defined ones are). */
 bool inf_tokenizer_is_control(const struct inf_tokenizer *tok, int32_t id);
 
-/* Ends an answer: the eos token, <|im_end|> or <|endoftext|>. */
+/* Ends an answer: the eos token, or one by whose name every family that has it ends one
+ * (<|im_end|>, <|eot_id|>, ...). */
 bool inf_tokenizer_is_stop(const struct inf_tokenizer *tok, int32_t id);
 
 #endif

@@ -19,7 +19,7 @@
 #define INF_WORDS        4096 /* slots of the word cache, a power of two */
 #define INF_WORD_BYTES   26   /* longest word in the cache */
 #define INF_WORD_IDS     5    /* most ids of such a word */
-#define INF_STOP_IDS_MAX 3
+#define INF_STOP_IDS_MAX 12
 
 /* Bytes to id, open addressing; id < 0: free. */
 struct inf_name_slot {
