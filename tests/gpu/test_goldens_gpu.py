@@ -3,40 +3,43 @@
 
     EXPERTD_BUILD=build python3 -m pytest -s tests/gpu/test_goldens_gpu.py
 
-Bounds: logits within 2e-2 of the greatest of the float32 reference, KL below 1e-3 in each prompt's mean, greedy text
-equal up to a step whose top two are closer in the reference than the logits' bound (such steps are listed).
+Bounds: logits within 2e-2 of the greatest of the float32 reference (3e-3 in a prompt whose tokens all took the
+reference's experts), KL below 1e-3 in each prompt's mean, greedy text equal up to a step whose top two are closer in
+the reference than the logits' bound (such steps are listed).
 
 A token whose 8th and 9th expert are nearer than what 16-bit operands resolve may take the other one. It then leaves
 the reference for good, and with it, a little, those that look at it. So routings are compared with a float32 worker
 on the host (itself held to the reference by tests/e2e/test_goldens.py): a token that took other experts in a layer
 while it had the same ones before must be a close call of the reference where that lists them all (short prompts),
-such tokens must be few, and only they may be off by more. All figures are printed.
+such tokens must be few (0.4% of the routings, or three), and only they may be off by more. All figures are printed.
 """
-import json
-import math
 import os
 
+import numpy as np
 import pytest
 
 from gpu_kit import ON_GPU, SERVER, Reader, prompts, world  # noqa: F401
 from test_goldens import KINDS, close, reference
 
-LOGITS, KL = 2e-2, 1e-3
-FLIPPED_LOGITS = float(os.environ.get("EXPERTD_FLIPPED_LOGITS", "0.15"))
-FLIPPED_SHARE = float(os.environ.get("EXPERTD_FLIPPED_SHARE", "0.02"))
+LOGITS, NO_FLIP_LOGITS, KL = 2e-2, 3e-3, 1e-3
+FLIPPED_LOGITS, FLIPPED_SHARE = 0.25, 0.004
+POSITIONS = 512  # whose logits are compared, of each prompt
 USED = 8
 ONLY = os.environ.get("EXPERTD_PROMPTS")  # "p5,p40": of an emulated GPU, which is slow
 
 
-def log_softmax(row):
-    top = max(row)
-    total = math.log(sum(math.exp(x - top) for x in row)) + top
-    return [x - total for x in row]
+def log_softmax(rows):
+    rows = rows.astype(np.float64) - rows.max(1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(1, keepdims=True))
 
 
 def divergence(want, got):
     p, q = log_softmax(want), log_softmax(got)
-    return sum(math.exp(a) * (a - b) for a, b in zip(p, q))
+    return (np.exp(p) * (p - q)).sum(1)
+
+
+def rows_of(answer):
+    return np.array([row["logits"] for row in answer["logits"]], np.float32)
 
 
 def first_flips(got, expect, tokens):
@@ -70,28 +73,29 @@ def check_prompt(gpu, host, kind, ref, full, want, text):
     name, bad, ids = want["name"], [], text["ids"]
     tokens = len(ids)
     golden = {f["position"]: full[f["offset"]:f["offset"] + ref["vocab"]] for f in want["full_logits"]}
-    positions = sorted(set(golden) | set(range(tokens - 1, -1, -max(1, tokens // 48))))
+    positions = sorted(set(golden) | set(range(tokens - 1, -1, -max(1, -(-tokens // POSITIONS)))))
     what = ["--positions", ",".join(map(str, positions)), "--routes"]
     prompt = ["--ids", ",".join(map(str, ids))]
     got, expected = gpu.ask(*prompt, *what, "-n", 64), host.ask(*prompt, *what)
     first, flipped = first_flips(got, expected, tokens)
-    same, other, kl = [0.0], [0.0], []
-    for position, row, exact in zip(positions, got["logits"], expected["logits"]):
-        expect = golden.get(position, exact["logits"])
-        off = max(abs(a - b) for a, b in zip(row["logits"], expect)) / max(map(abs, expect))
-        (other if position in first else same).append(off)
-        kl.append(divergence(expect, row["logits"]))
-    mean, share = sum(kl) / len(kl), flipped / (tokens * len(got["routes"]))
-    if max(same) >= LOGITS or max(other) >= FLIPPED_LOGITS or mean >= KL:
-        bad.append(f"{name}: logits off by {max(same):.2e}, flipped {max(other):.2e}; mean KL {mean:.2e}")
+    mine, want_rows = rows_of(got), rows_of(expected)
+    for i, position in enumerate(positions):
+        if position in golden:
+            want_rows[i] = golden[position]
+    off, kl = np.abs(mine - want_rows).max(1) / np.abs(want_rows).max(1), divergence(want_rows, mine)
+    left = np.array([p in first for p in positions])
+    same, other, share = off[~left].max(initial=0), off[left].max(initial=0), flipped / (tokens * len(got["routes"]))
+    bound = LOGITS if first else NO_FLIP_LOGITS
+    if not (same < bound and other < FLIPPED_LOGITS and kl.mean() < KL and np.isfinite(mine).all()):
+        bad.append(f"{name}: logits off by {same:.2e} (bound {bound}), flipped {other:.2e}; mean KL {kl.mean():.2e}")
     near = close(want)
     if tokens <= 300:
         far = [(layer, token) for token, layer in first.items() if (layer, token) not in near]
         if far:
             bad.append(f"{name}: other experts (layer, token) where the reference is sure: {far}")
-    if share > FLIPPED_SHARE and flipped > 2:
+    if share > FLIPPED_SHARE and flipped > 3:
         bad.append(f"{name}: {100 * share:.2f}% of the routings differ")
-    greedy, wrong = check_greedy(got["greedy"], want, max(map(abs, full)))
+    greedy, wrong = check_greedy(got["greedy"], want, np.abs(full).max())
     if wrong:
         bad.append(f"{name}: greedy text {greedy}")
     # The same prompt in two turns, the second cut into chunks, is the same bits.
@@ -101,11 +105,10 @@ def check_prompt(gpu, host, kind, ref, full, want, text):
         rest = [p - cut for p in positions if p >= cut]
         turn = gpu.ask("--keep", "--chunk", max(1, tokens // 2), "--ids", ",".join(map(str, ids[cut:])),
                        "--positions", ",".join(map(str, rest)), "-n", 64)
-        same_bits = [r["logits"] for r in turn["logits"]] == [r["logits"] for r in got["logits"]][-len(rest):]
-        if not same_bits or turn["greedy"]["ids"] != got["greedy"]["ids"]:
+        if not np.array_equal(rows_of(turn), mine[-len(rest):]) or turn["greedy"]["ids"] != got["greedy"]["ids"]:
             bad.append(f"{name}: a follow-up turn from token {cut} on gives other logits or text")
-    print(f"{kind} {name}: logits off by {max(same):.2e} ({len(same) - 1} positions), {max(other):.2e} ({len(other) - 1} "
-          f"with other experts); KL mean {mean:.2e}, most {max(kl):.2e}; {flipped} routings differ ({100 * share:.2f}%), "
+    print(f"{kind} {name}: logits off by {same:.2e} ({(~left).sum()} positions), {other:.2e} ({left.sum()} with other "
+          f"experts); KL mean {kl.mean():.2e}, most {kl.max():.2e}; {flipped} routings differ ({100 * share:.2f}%), "
           f"{len(first)} tokens; greedy: {greedy}; turn from token {cut}", flush=True)
     return bad
 
@@ -117,6 +120,7 @@ def test_goldens(world, kind):
     world.expertd(*SERVER, model=KINDS[kind])
     gpu, host = Reader(world), Reader(world, device=["--device", "host"])
     ref, full = reference(kind)
+    full = np.array(full, np.float32)
     texts, bad = prompts(), []
     for want in ref["results"]:
         if ONLY and want["name"] not in ONLY.split(","):
