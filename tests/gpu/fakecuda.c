@@ -119,7 +119,7 @@ int fake_device_memory(size_t *ret_bytes, krn_cuda_dev device)
 int fake_device_attribute(int *ret_value, int attribute, krn_cuda_dev device)
 {
     (void)device;
-    *ret_value = attribute == KRN_CUDA_ATTR_MAJOR             ? 9
+    *ret_value = attribute == KRN_CUDA_ATTR_MAJOR             ? (fake_kernel_find ? 8 : 9)
                  : attribute == KRN_CUDA_ATTR_MULTIPROCESSORS ? 132
                  : attribute == KRN_CUDA_ATTR_SHARED_OPTIN    ? 232448
                                                               : 0;

@@ -45,10 +45,38 @@ printf 'huge pages in shared memory: %s\n' "$(cat /sys/kernel/mm/transparent_hug
 export EXPERTD_SRC=$top EXPERTD_BUILD=$build EXPERTD_MODELS=$build/models
 export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
 
-pytest() { # FILE
-    "$python" -m pytest -q -s -p no:cacheprovider --tb=short -W ignore "$top/tests/gpu/$1"
+pytest() { # FILE...
+    (cd "$top/tests/gpu" && "$python" -m pytest -q -s -p no:cacheprovider --tb=short -W ignore "$@")
     local status=$?
     [ $status -ne 5 ] || status=77 # nothing collected
+    return $status
+}
+
+# Many workers of one GPU need an MPS, else they take turns of 2 ms: one of our own, if it is installed.
+with_mps() { # COMMAND...
+    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
+        "$@"
+        return
+    fi
+    local seen=${CUDA_VISIBLE_DEVICES:-0} dir status
+    dir=$(mktemp -d /tmp/xd-mps-XXXXXX)
+    (
+        export CUDA_MPS_PIPE_DIRECTORY=$dir CUDA_MPS_LOG_DIRECTORY=$dir EXPERTD_LANES=${EXPERTD_LANES:-8}
+        CUDA_VISIBLE_DEVICES=$(nvidia-smi -i "${seen%%,*}" --query-gpu=uuid --format=csv,noheader)
+        export CUDA_VISIBLE_DEVICES
+        if nvidia-cuda-mps-control -d >"$dir/start" 2>&1; then
+            echo "under MPS, $EXPERTD_LANES workers at once"
+        else
+            echo "no MPS: $(head -n 1 "$dir/start")"
+            unset CUDA_MPS_PIPE_DIRECTORY EXPERTD_LANES
+        fi
+        "$@"
+        status=$?
+        echo quit | timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1
+        exit $status
+    )
+    status=$?
+    rm -rf "$dir"
     return $status
 }
 
@@ -69,7 +97,12 @@ stage() {
         "$python" "$top"/tests/data/make_models.py "$build"/models >"$build.log" 2>&1 || tail -n 3 "$build.log"
         pytest test_goldens_gpu.py
         ;;
-    bits | settings | soak | kills) pytest "test_$1_gpu.py" ;;
+    bits)
+        pytest test_bits_gpu.py::test_two_workers test_bits_gpu.py::test_poison_is_seen && with_mps pytest \
+            test_bits_gpu.py::test_short test_bits_gpu.py::test_long
+        ;;
+    soak) with_mps pytest test_soak_gpu.py ;;
+    settings | kills) pytest "test_$1_gpu.py" ;;
     scale) "$python" "$top"/tests/gpu/reference_torch.py "$build" ;;
     restart)
         local model=${MODEL:-$scratch}
@@ -83,7 +116,7 @@ stage() {
     two_gpus) "$python" "$top"/tests/gpu/two_gpus.py "$build" ;;
     esac
 }
-export -f stage pytest
+export -f stage pytest with_mps
 scratch=/dev/shm/run-gpu-$$.gguf
 export python top build scratch MODEL
 

@@ -15,9 +15,9 @@ import time
 
 import pytest
 
-from gpu_kit import MKMODEL, ON_GPU, SERVER, STORY_EXPERTS, Reader, choices, in_parallel, options_of, pairwise, prompts, serve, world  # noqa: F401
+from gpu_kit import LANES, MKMODEL, ON_GPU, SERVER, STORY_EXPERTS, Reader, choices, in_parallel, options_of, pairwise, prompts, serve, world  # noqa: F401
 
-LONG = int(os.environ.get("EXPERTD_LONG", "4700" if ON_GPU else "600"))
+LONG = int(os.environ.get("EXPERTD_LONG", "4608" if ON_GPU else "600"))
 SHAPE = (["--preset=qwen3-30b-a3b", "--layers=3", "--vocab=4096"] if ON_GPU else
          ["--preset=tiny", "--ctx=8192", "--vocab=2048"])
 
@@ -32,6 +32,7 @@ class Tally:
 
     def walk(self, cases, *options, instance="default", whole=True):
         """One worker through all cases."""
+        start, streams = time.monotonic(), 0
         reader = Reader(self.world, "--poison", "--hash", "--prompt-file", self.path, *options, instance=instance)
         for case in cases:
             r = reader.ask(*options_of(case))
@@ -40,9 +41,12 @@ class Tally:
             if r["hash"] != self.want:
                 self.wrong.append(f"{instance} {options} {case}: {r['hash']}")
             self.cases += 1
-            self.streams += r["stream"]["chunks"]
+            streams += r["stream"]["chunks"]
             self.dropped += r["stream"]["dropped"]
         reader.end()
+        self.streams += streams
+        print(f"  {instance} {' '.join(map(str, options))}: {len(cases)} settings, {streams} streams, "
+              f"{time.monotonic() - start:.1f} s", flush=True)
 
     def check(self, what, start):
         print(f"{what}: {self.cases} settings, {self.streams} streams, {self.dropped} entries dropped, "
@@ -52,7 +56,7 @@ class Tally:
 
 
 def test_short(world):
-    """Everything crossed with everything, 300 tokens of the demo model; three workers and more at once."""
+    """Everything crossed with everything, 300 tokens of the demo model."""
     start = time.monotonic()
     path = world.path / "prompt.txt"
     path.write_text(prompts()["p300"]["text"])
@@ -73,8 +77,23 @@ def test_short(world):
         lanes += [lambda i=instance, n=n: tally.walk(some[n::len(instances)], instance=i)]
         lanes += [lambda i=instance, n=n: tally.walk(some[n::9], "--resident", (1, 7, 30)[n], instance=i)]
     lanes += [lambda: tally.walk([{"chunk": c} for c in (3, 64, 300)], "--resident", STORY_EXPERTS, instance="b8")]
-    in_parallel(lanes)
+    in_parallel(lanes, LANES)
     tally.check("short", start)
+
+
+def test_two_workers(world):
+    """Two workers of one GPU, reading at the same time, without MPS if there is none; and after each other."""
+    start = time.monotonic()
+    world.expertd(*SERVER)
+    path = world.path / "prompt.txt"
+    path.write_text(prompts()["p300"]["text"])
+    tally = Tally(world, path)
+    tally.walk([{"stream": "full", "floor": 1, "ring": 96}], instance="default")
+    cases = [{"stream": s, "order": o, "floor": 1, "ring": r, "chunk": c} for s, o, r, c in (
+        ("routed", "predicted", 96, 300), ("full", "index", 96, 300), ("routed", "index", 48, 100), ("routed", "recent", 20, 150),
+        ("routed", "predicted", 10, 300))]
+    in_parallel([lambda: tally.walk(cases, instance="default"), lambda: tally.walk(cases[::-1], instance="default")])
+    tally.check("two workers", start)
 
 
 def test_long(world):
@@ -101,7 +120,7 @@ def test_long(world):
             lanes.append(lambda c=cases, i=instance, r=resident: tally.walk(c, "--chunk", LONG, "--resident", r, instance=i))
     lanes.append(lambda: tally.walk([{"chunk": c} for c in axes["chunk"]], "--chunk", LONG, "--resident", experts,
                                     instance="b8"))
-    in_parallel(lanes, None if ON_GPU else 2)
+    in_parallel(lanes, LANES)
     tally.check("long", start)
 
 
