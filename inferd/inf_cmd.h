@@ -10,7 +10,8 @@
 
 int inf_cmd_run(int argc, char **argv);
 int inf_cmd_chat(int argc, char **argv);
-int inf_cmd_serve(int argc, char **argv); /* serve/srv_main.c */
+int inf_cmd_remote(const struct inf_options *options); /* chat --url */
+int inf_cmd_serve(int argc, char **argv);              /* serve/srv_main.c */
 int inf_cmd_logits(int argc, char **argv);
 int inf_cmd_tokenize(int argc, char **argv);
 int inf_cmd_measure(int argc, char **argv);

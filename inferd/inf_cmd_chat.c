@@ -152,13 +152,15 @@ int inf_cmd_chat(int argc, char **argv)
     struct chat c = {.terminal = isatty(STDIN_FILENO) && isatty(STDOUT_FILENO)};
     struct shm_error err = {0};
     inf_options_parse(
-        argc, argv, INF_GROUP_ENGINE | INF_GROUP_SAMPLING | INF_GROUP_REPORT,
+        argc, argv, INF_GROUP_ENGINE | INF_GROUP_SAMPLING | INF_GROUP_REPORT | INF_GROUP_REMOTE,
         "A conversation: one line of input a turn. /clear forgets it, /quit ends it, Ctrl-C cuts an "
         "answer short.",
         &c.o);
     if (!c.o.n_given)
         c.o.n = 512;
     inf_cancel_install();
+    if (c.o.url)
+        return inf_cmd_remote(&c.o);
     int status = inf_cmd_open(&c.o, &c.engine);
     if (status)
         return status;

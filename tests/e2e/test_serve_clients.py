@@ -3,10 +3,11 @@
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 
 import pytest
-from conftest import SLOW
+from conftest import INFERD, SLOW
 from serving import Server
 
 KEY = "sk-test"
@@ -181,3 +182,45 @@ def test_curl(server):
     assert json.loads(chunked.stdout)["choices"][0]["message"] == json.loads(whole.stdout)["choices"][0]["message"]
     head = curl(*key, "-I", server.url + "/health")
     assert head.stdout.startswith("HTTP/1.1 200")
+
+
+def test_chat_url(server, world, tmp_path):
+    key = tmp_path / "key"
+    key.write_text(KEY + "\n")
+    options = ["chat", "--url", server.url, "--api-key-file", key, "--temperature", "0", "-n", "20"]
+
+    def chat(*more, lines, argv=options):
+        return subprocess.run([INFERD, *map(str, argv), *more], input="\n".join(lines) + "\n", capture_output=True,
+                              text=True, timeout=60 * SLOW)
+    here = world.inferd("chat", "--temperature", "0", "-n", "20", "--quiet", input="Tell me a story.\nAnd then?\n").stdout
+    r = chat(lines=["Tell me a story.", "And then?"])
+    assert r.returncode == 0 and not r.stderr and r.stdout == here
+    first, second, third = map(json.loads, chat("--json", lines=[
+        "Tell me a story.", "And then?", "/clear", "Tell me a story."]).stdout.splitlines())
+    assert [first["text"], second["text"]] == here.splitlines() and third["text"] == first["text"]
+    assert second["cached_tokens"] >= first["prompt_tokens"] and first["stop"] == "length"
+    # Errors have one line each; a turn that failed is taken back.
+    r = chat("--json", lines=["word " * 3000, "Tell me a story."])
+    failed, after = map(json.loads, r.stdout.splitlines())
+    assert "context" in failed["error"] and after["text"] == first["text"] and r.returncode == 0
+    for argv, word in [(["chat", "--url", server.url], "API key"), (["chat", "--url", "https://x"], "http://"),
+                       (["chat", "--url", "http://127.0.0.1:1"], "inferd serve"),
+                       (["chat", "--url", server.url, "--api-key-file", "/nonexistent"], "api-key-file")]:
+        r = chat(lines=["x"], argv=argv)
+        assert r.returncode == 1 and word in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
+
+
+def test_chat_url_is_cut_by_ctrl_c(server, world, tmp_path):
+    key = tmp_path / "key"
+    key.write_text(KEY + "\n")
+    p = world.spawn([INFERD, "chat", "--url", server.url, "--api-key-file", key, "--ignore-eos", "-n", "2000"],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    p.stdin.write(b"Tell me a story.\n")
+    p.stdin.flush()
+    assert p.stdout.read(20)
+    p.send_signal(signal.SIGINT)
+    headers = {"X-Api-Key": KEY}
+    world.until(lambda: server.get("/v1/status", headers=headers)[2]["queue"]["cancelled"] == 1, what="the work stops")
+    world.until(lambda: "answer cut" in p.log.read_text(), what="the client says so")
+    p.stdin.close()
+    assert p.wait(20 * SLOW) == 0

@@ -53,7 +53,7 @@ _expertd_complete() {
             --resume-seconds"
         case ${COMP_WORDS[1]} in
         run) options="$engine $prompt $sampling $report" ;;
-        chat) options="$engine --system --chat-template $sampling $report" ;;
+        chat) options="$engine --system --chat-template $sampling $report --url --api-key-file" ;;
         serve) options="$engine $likely $server" ;;
         logits) options="$engine $prompt -n --ids --positions --routes --reads --keep $report" ;;
         tokenize | measure) options="$engine $prompt" ;;
