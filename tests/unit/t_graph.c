@@ -326,6 +326,52 @@ Test(graph, cancel_keeps_conversation, .init = setup)
     fix_worker_stop(&w);
 }
 
+/* A conversation is taken back to a mark as if what came behind had not been read, recent routing included.
+ */
+Test(graph, rewinds_to_a_mark, .init = setup)
+{
+    struct shm_error err = {0};
+    struct fix_worker w;
+    struct inf_conversation *c = NULL;
+    struct inf_mark mark = {0};
+    struct seen once = {0}, again = {0};
+    fix_worker_start(&arena, &usual, &w);
+    cr_assert_eq(inf_conversation_create(&w.engine, &err, &c), 0, "%s", err.text);
+    uint32_t n;
+    int32_t *ids = prompt_ids("p300", &n);
+    struct inf_read_options o = options(&once, INF_LOGITS_LAST), o2 = options(&again, INF_LOGITS_LAST);
+    cr_assert_eq(inf_read(&w.engine, c, ids, 200, &(struct inf_read_options){0}, &err), 0, "%s", err.text);
+    cr_assert_eq(inf_conversation_mark(c, &mark), 0);
+    size_t pairs = (size_t)c->layers * c->experts;
+    cr_expect_eq(memcmp(mark.recent, c->recent, pairs * sizeof *c->recent), 0);
+    cr_assert_eq(inf_read(&w.engine, c, ids + 200, n - 200, &o, &err), 0, "%s", err.text);
+    cr_expect_neq(memcmp(mark.recent, c->recent, pairs * sizeof *c->recent), 0);
+    inf_conversation_rewind(c, &mark);
+    cr_expect(c->n == 200 && c->recent_tokens == 200);
+    cr_expect_eq(memcmp(mark.recent, c->recent, pairs * sizeof *c->recent), 0);
+    cr_assert_eq(inf_read(&w.engine, c, ids + 200, n - 200, &o2, &err), 0, "%s", err.text);
+    cr_expect_eq(memcmp(once.last, again.last, once.vocab * sizeof *once.last), 0);
+
+    /* Told what will be routed, expertd copies that and nothing else. */
+    uint32_t *known = malloc(pairs * sizeof *known);
+    memcpy(known, c->counts, pairs * sizeof *known);
+    inf_conversation_rewind(c, &mark);
+    struct inf_read_options o3 = {.known = known};
+    cr_assert_eq(inf_read(&w.engine, c, ids + 200, n - 200, &o3, &err), 0, "%s", err.text);
+    cr_expect_eq(memcmp(known, c->counts, pairs * sizeof *known), 0);
+    o3.known = known;
+    w.engine.chunk = 10;
+    cr_expect_eq(inf_read(&w.engine, c, ids + 200, 11, &o3, &err), -EINVAL, "several chunks");
+    cr_expect_eq(w.faults, 0, "%s", w.fault);
+    free(known);
+    inf_mark_clear(&mark);
+    inf_conversation_destroy(&c);
+    free(once.last);
+    free(again.last);
+    free(ids);
+    fix_worker_stop(&w);
+}
+
 Test(graph, refuses, .init = setup)
 {
     struct shm_error err = {0};

@@ -157,6 +157,27 @@ Test(stream, words_in_order, .init = setup)
     run_through(2);
 }
 
+/* For measurements: all rows are there from the start, for one stream only. */
+Test(stream, told_ahead, .init = setup)
+{
+    uint32_t known[LAYERS * EXPERTS];
+    for (uint32_t i = 0; i < LAYERS * EXPERTS; i++)
+        known[i] = i % 3;
+    inf_stream_know(s, known);
+    cr_assert_eq(inf_stream_begin(s, 1, 0, NULL, NULL, &err), 0);
+    cr_expect_eq(v.worker->descriptor.flags, SHM_STREAM_PREDICTS | SHM_STREAM_KNOWN);
+    cr_expect_eq(memcmp(v.predicted, known, sizeof known), 0);
+    run_through(1);
+    cr_assert_eq(inf_stream_begin(s, 1, 1, NULL, NULL, &err), 0);
+    cr_expect_eq(v.worker->descriptor.flags, 0);
+    run_through(2);
+    inf_stream_know(s, known);
+    inf_stream_know(s, NULL);
+    cr_assert_eq(inf_stream_begin(s, 1, 2, NULL, NULL, &err), 0);
+    cr_expect_eq(v.worker->descriptor.flags, 0);
+    run_through(3);
+}
+
 /* Only what the table says of landed groups, and only inside the ring. */
 Test(stream, hostile_table, .init = setup)
 {
