@@ -18,6 +18,7 @@
 #define STOP_DRAIN_NS    UINT64_C(5000000000)
 #define NAME_BYTES       64
 /* Around the time when a device's next publication is due. */
+#define SELDOM_NS    UINT64_C(500000)
 #define EARLY_NS     UINT64_C(25000)
 #define SPIN_MAX_NS  UINT64_C(60000)
 #define SLEEP_MAX_NS UINT64_C(1000000)
@@ -32,10 +33,11 @@ struct exd_issuer {
     char drain_why[SHM_ERROR_TEXT_BYTES]; /* not empty: no new streams */
     _Atomic bool stop; /* exd_issuer_stop to the thread, then the bell: seq_cst, as the bell's own words */
     _Atomic bool busy; /* the thread to exd_issuer_busy */
-    uint32_t held_off_told; /* bit per SHM_HELD_* */
-    int link_status;        /* of the last flush */
-    uint64_t next_seq;      /* of the next stream */
-    uint64_t group_base;    /* of the next stream */
+    uint32_t held_off_told;                /* bit per SHM_HELD_* */
+    int link_status;                       /* of the last flush */
+    uint64_t waited_for, waiting_since_ns; /* progress when the walk began to wait, and when */
+    uint64_t next_seq;                     /* of the next stream */
+    uint64_t group_base;                   /* of the next stream */
 };
 
 static struct shm_worker *worker(const struct exd_issuer *i)
@@ -76,7 +78,7 @@ static bool cancelled(const struct exd_issuer *i)
 
 /* How long to sleep until a layer is published that a device publishes: until shortly before it is due, as a
  * sleep ends late; then not at all for a while, as the link is idle until it was seen. */
-static uint64_t publish_wait_ns(const struct exd_issuer *i)
+static uint64_t publish_wait_ns(struct exd_issuer *i)
 {
     uint64_t wait_ns = stream_wait_ns(i, WAIT_NS), due_ns = exd_stream_due_ns(i->stream);
     if (!i->config.link->poll_ns || !due_ns)
@@ -89,11 +91,23 @@ static uint64_t publish_wait_ns(const struct exd_issuer *i)
     return now_ns < due_ns + SPIN_MAX_NS ? 0 : wait_ns;
 }
 
-static uint64_t walk_wait_ns(const struct exd_issuer *i, enum exd_step step)
+/* How long the walk may wait for what it waits for. A device is looked at the more seldom the longer nothing
+ * came: a late look costs the link at most an eighth of the time that it stood anyway. */
+static uint64_t walk_wait_ns(struct exd_issuer *i, enum exd_step step)
 {
-    if (step == EXD_STEP_WAIT_PUBLISH)
-        return publish_wait_ns(i);
-    return stream_wait_ns(i, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS);
+    uint64_t wait_ns = step == EXD_STEP_WAIT_PUBLISH
+                           ? publish_wait_ns(i)
+                           : stream_wait_ns(i, step == EXD_STEP_WAIT_BLOB ? WAIT_BLOB_NS : WAIT_NS);
+    if (!i->config.link->poll_ns || !wait_ns)
+        return wait_ns;
+    uint64_t now_ns = shm_now_ns(), value = exd_stream_progress(i->stream);
+    if (value != i->waited_for || !i->waiting_since_ns) {
+        i->waited_for = value;
+        i->waiting_since_ns = now_ns;
+    }
+    uint64_t seldom_ns = (now_ns - i->waiting_since_ns) / 8;
+    seldom_ns = seldom_ns < SELDOM_NS ? seldom_ns : SELDOM_NS;
+    return wait_ns > seldom_ns ? wait_ns : seldom_ns;
 }
 
 /* One wait of the walk: prepares, steps once more (so that what changed
@@ -255,6 +269,7 @@ static bool run_stream(struct exd_issuer *i)
     struct exd_stream_settings settings = exd_issuer_settings(i);
     struct exd_stream_plan plan;
     atomic_store(&i->busy, true);
+    i->waiting_since_ns = 0;
     int rc = exd_stream_begin(i->stream, i->next_seq, i->group_base, &settings, &plan, &err);
     if (rc) {
         finish(i, SHM_RESULT_FAILED, &err);

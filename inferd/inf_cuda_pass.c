@@ -6,6 +6,9 @@
 #include <string.h>
 
 #define POISON_BLOCKS 16u
+/* Of a chunk, whose choices predict the next layer's; in so many pieces. */
+#define PREDICT_TOKENS 2048u
+#define PREDICT_PIECES 4u
 
 /* A step's operations on the stream; the first failure ends it. */
 #define TRY(call)                                                                                            \
@@ -83,27 +86,42 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
     return inf_cuda_spend(c, p, p->stream, 12, err);
 }
 
-static struct krn_cu_groups groups_of(const struct inf_cuda *c)
+/* Tokens that speak for a chunk in a prediction. */
+static uint32_t sample_of(const struct inf_pass *p)
+{
+    return p->tokens < PREDICT_TOKENS ? p->tokens : PREDICT_TOKENS;
+}
+
+static struct krn_cu_groups groups_of(const struct inf_cuda *c, const struct inf_pass *p)
 {
     const struct inf_cuda_act *a = &c->act;
     return (struct krn_cu_groups){.counts = a->counts,
                                   .offsets = a->offsets,
                                   .slots = a->slots,
                                   .hist = a->hist,
-                                  .predicted_hist = a->predicted_hist};
+                                  .predicted_hist = a->predicted_hist,
+                                  .predicted_tokens = sample_of(p)};
 }
 
-/* Choices of a layer to come, from the hidden state as it is now. */
+/* Choices of a layer to come, from the hidden state as it is now. Of a large chunk some pieces at even
+ * distances: where few tokens choose an expert its copy may wait for the publication, and a chunk so large is
+ * bound by what is computed. */
 static int predict(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
 {
     const struct inf_cuda_act *a = &c->act;
     const struct inf_cuda_layer *l = &c->layer[layer];
     const struct krn_shape *s = &c->model->shape;
+    const uint32_t tokens = sample_of(p), pieces = tokens < p->tokens ? PREDICT_PIECES : 1,
+                   rows = tokens / pieces;
+    const uint64_t row_bytes = s->hidden * UINT64_C(4);
     int rc;
-    TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->ffn_norm, c->model->hparams.rms_eps, p->tokens, s->hidden,
-                       a->normed, 0));
-    TRY(krn_cu_scores(c->cu, c->stream, a->normed, l->router, p->tokens, s->experts, s->hidden, a->scores));
-    TRY(krn_cu_select(c->cu, c->stream, a->scores, p->tokens, s->experts, s->top_k, false, a->predicted_ids,
+    for (uint32_t i = 0; i < pieces; i++) {
+        uint64_t from = pieces > 1 ? (uint64_t)(p->tokens - rows) * i / (pieces - 1) : 0;
+        TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x + from * row_bytes, l->ffn_norm, c->model->hparams.rms_eps,
+                           rows, s->hidden, a->normed + (uint64_t)i * rows * row_bytes, 0));
+    }
+    TRY(krn_cu_scores(c->cu, c->stream, a->normed, l->router, tokens, s->experts, s->hidden, a->scores));
+    TRY(krn_cu_select(c->cu, c->stream, a->scores, tokens, s->experts, s->top_k, false, a->predicted_ids,
                       a->predicted_weights));
     return 0;
 }
@@ -113,11 +131,11 @@ int inf_cuda_predict_first(struct inf_device *d, const struct inf_pass *p, const
 {
     struct inf_cuda *c = inf_cuda_of(d);
     const struct krn_shape *s = &c->model->shape;
-    const struct krn_cu_groups groups = groups_of(c);
+    const struct krn_cu_groups groups = groups_of(c, p);
     int rc = predict(c, p, 0, err);
     if (rc)
         return rc;
-    TRY(krn_cu_group(c->cu, c->stream, c->act.predicted_ids, 0, p->tokens, s->experts, s->top_k, NULL,
+    TRY(krn_cu_group(c->cu, c->stream, c->act.predicted_ids, 0, sample_of(p), s->experts, s->top_k, NULL,
                      &groups));
     TRY(KRN_CUDA(copy_out_async, c->host_counts, c->act.counts, s->experts * sizeof *c->host_counts,
                  c->stream));
@@ -218,7 +236,7 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
     const struct inf_cuda_layer *l = &c->layer[layer];
     const struct inf_model *m = c->model;
     const struct krn_shape *s = &m->shape;
-    const struct krn_cu_groups groups = groups_of(c);
+    const struct krn_cu_groups groups = groups_of(c, p);
     const bool predicts = p->predict && layer + 1 < m->hparams.layers;
     uint64_t at_ns = shm_now_ns(), waited_ns = c->base.times.wait_ns;
     int rc;

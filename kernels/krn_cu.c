@@ -364,7 +364,9 @@ int krn_cu_group(struct krn_cu *cu, void *stream, krn_cuda_ptr ids, krn_cuda_ptr
     uint32_t slots = tokens * top_k, blocks = div_up(slots, KRN_CU_GROUP_SLOTS);
     bool predicts = predicted_ids && groups->predicted_hist;
     struct krn_cu_count_args count = {ids, groups->hist, slots, experts};
-    struct krn_cu_count_args expected = {predicted_ids, groups->predicted_hist, slots, experts};
+    const uint32_t predicted =
+        groups->predicted_tokens && groups->predicted_tokens < tokens ? groups->predicted_tokens : tokens;
+    struct krn_cu_count_args expected = {predicted_ids, groups->predicted_hist, predicted * top_k, experts};
     struct krn_cu_finish_args finish = {.hist = groups->hist,
                                         .predicted_hist = predicts ? groups->predicted_hist : 0,
                                         .counts = groups->counts,

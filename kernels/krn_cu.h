@@ -115,6 +115,7 @@ int krn_cu_select(struct krn_cu *cu, void *stream, krn_cuda_ptr scores, uint32_t
 struct krn_cu_groups {
     krn_cuda_ptr counts, offsets, slots; /* uint32 [experts], [experts + 1], [tokens * top_k] */
     krn_cuda_ptr hist, predicted_hist;   /* scratch, krn_cu_hist_bytes each; predicted_hist may be 0 */
+    uint32_t predicted_tokens;           /* whose choices predicted_ids holds, at most tokens; 0: all */
 };
 uint64_t krn_cu_hist_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts);
 
