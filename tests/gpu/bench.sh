@@ -42,12 +42,17 @@ for ((i = 0; i < 600; i++)); do
 done
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current --format=csv,noheader 2>/dev/null
 worst=0
-bench() { # TITLE ARGUMENT...
-    printf '\n=== %s\n' "$1"
+bench() { # TITLE ARGUMENT... $as: for bench_tables.py
+    printf '\n### %s\n\n    expert-bench --ring %s --bits last' "$1" "${RING:-256}"
     shift
-    "$build"/tools/expert-bench --runtime-dir "$run" --prompt-file "$run/text" --ring "${RING:-256}" --bits last -q "$@" ||
-        { worst=$?; tail -n 5 "$run/log"; }
+    printf ' %s' "$@"
+    printf '\n\n'
+    "$build"/tools/expert-bench --runtime-dir "$run" --prompt-file "$run/text" --ring "${RING:-256}" --bits last -q \
+        --json "$@" >"$run/json" || { worst=$?; tail -n 5 "$run/log"; }
+    [ ! -s "$run/json" ] || python3 "$top"/tests/gpu/bench_tables.py $as <"$run/json"
+    as=
 }
+as=
 orders="full routed/index/16 routed/recent routed/predicted oracle"
 for table in $tables; do
     case $table in
@@ -55,7 +60,10 @@ for table in $tables; do
     long) bench "a long read" --ctx 36864 -n 2 --tokens "$long" full routed/predicted oracle ;;
     short) bench "below the floor: demand waits for the router, ahead does not" --ctx 4096 --seconds 3 -n 5 \
         --tokens "${SHORT:-256,512}" demand routed/predicted demand/index/1 full ahead ;;
-    decode) bench "decoding, experts by demand" --ctx 4096 -n 3 --tokens "${SHORT:-256,512}" --generate 32 routed/predicted ;;
+    decode)
+        as=decode
+        bench "decoding, experts by demand" --ctx 4096 -n 3 --tokens "${SHORT:-256,512}" --generate 32 routed/predicted
+        ;;
     resident) bench "every expert resident: computing alone" --ctx 36864 --resident 1024 -n 3 \
         --tokens "${RESIDENT:-1046,4096,8192,$long}" routed/predicted ;;
     esac
