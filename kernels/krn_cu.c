@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define MODULES      7
+#define MODULES      8
 #define THREADS      256u
 #define GEMM_THREADS 128u
 #define GEMV_WARPS   4u
@@ -17,6 +17,8 @@
 #define TILE_FEW     32u
 #define TILE_MANY    256u
 #define TILE_PLAIN   128u
+#define WGMMA_MANY   256u
+#define WGMMA_FEW    64u
 #define SCORES_FEW   32u
 /* Tokens per expert, on average, from which the large tile pays. */
 #define EXPERT_MANY 40u
@@ -46,6 +48,14 @@
     X(gate_up_few, gemm)                                                                                     \
     X(down, gemm)                                                                                            \
     X(down_few, gemm)                                                                                        \
+    X(wg_gate_up, experts_sm90)                                                                              \
+    X(wg_gate_up_few, experts_sm90)                                                                          \
+    X(wg_gate_up_q4_k, experts_sm90)                                                                         \
+    X(wg_gate_up_q4_k_few, experts_sm90)                                                                     \
+    X(wg_down, experts_sm90)                                                                                 \
+    X(wg_down_few, experts_sm90)                                                                             \
+    X(wg_down_q4_k, experts_sm90)                                                                            \
+    X(wg_down_q4_k_few, experts_sm90)                                                                        \
     X(attention_64, attn)                                                                                    \
     X(attention_128, attn)                                                                                   \
     X(decode_part, decode)                                                                                   \
@@ -55,10 +65,10 @@
 
 #define ENUM(kernel, module) K_##kernel,
 enum kernel { KERNELS(ENUM) KERNEL_COUNT };
-enum module { M_basic, M_router, M_gemm, M_gemv, M_attn, M_decode, M_attn_sm90 };
-static const char *const module_names[MODULES] = {"krn_cu_basic",    "krn_cu_router", "krn_cu_gemm",
-                                                  "krn_cu_gemv",     "krn_cu_attn",   "krn_cu_decode",
-                                                  "krn_cu_attn_sm90"};
+enum module { M_basic, M_router, M_gemm, M_gemv, M_attn, M_decode, M_attn_sm90, M_experts_sm90 };
+static const char *const module_names[MODULES] = {"krn_cu_basic",     "krn_cu_router",      "krn_cu_gemm",
+                                                  "krn_cu_gemv",      "krn_cu_attn",        "krn_cu_decode",
+                                                  "krn_cu_attn_sm90", "krn_cu_experts_sm90"};
 #define ROW(kernel, module) {"krn_dev_" #kernel, M_##module},
 static const struct {
     const char *name;
@@ -84,16 +94,17 @@ int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct 
     cu->device = device;
     int rc = krn_cuda_enter(device);
     for (int m = 0; rc == 0 && m < MODULES; m++)
-        if (m != M_attn_sm90 || (device->major == 9 && krn_fatbin_find(module_names[m])))
+        if ((m != M_attn_sm90 && m != M_experts_sm90) ||
+            (device->major == 9 && krn_fatbin_find(module_names[m])))
             rc = krn_cuda_module(module_names[m], &cu->module[m], err);
     for (int k = 0; rc == 0 && k < KERNEL_COUNT; k++) {
         if (!cu->module[kernels[k].module])
             continue;
         /* these take what the shape at hand needs */
-        unsigned shared =
-            kernels[k].module == M_gemm || kernels[k].module == M_attn || kernels[k].module == M_attn_sm90
-                ? device->shared_max
-                : 0;
+        unsigned shared = kernels[k].module == M_gemm || kernels[k].module == M_attn ||
+                                  kernels[k].module == M_attn_sm90 || kernels[k].module == M_experts_sm90
+                              ? device->shared_max
+                              : 0;
         rc = krn_cuda_kernel(cu->module[kernels[k].module], kernels[k].name, shared, &cu->function[k], err);
     }
     if (rc) {
@@ -403,32 +414,90 @@ uint64_t krn_cu_plan_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts)
     return PLAN_HEAD + plan_jobs_bytes(experts) + 4 * (slots + experts);
 }
 
-/* Blocks that fit on the GPU at a time; they walk over the tiles. One of the large tiles' fills the
- * registers. */
-static uint32_t persistent_blocks(const struct krn_cu *cu, uint32_t tile)
+/* How an expert layer is run: tokens of a tile (1: a vector), raw strides of its products, kernels, and
+ * blocks that fit on the GPU at a time; they walk over the tiles. */
+struct expert_plan {
+    uint32_t tile, stride[2], shared[2], threads, blocks;
+    enum kernel kernel[2];
+};
+
+/* Three chunks where a chunk is one step, else two (krn_cu_experts_sm90.cu). */
+static uint32_t wgmma_shared(uint32_t tile_tokens, uint32_t type, uint32_t stride)
 {
-    return (uint32_t)cu->device->multiprocessors * (tile == TILE_MANY ? 1 : 2);
+    bool blocks = type == KRN_Q4_K || type == KRN_Q5_K || type == KRN_Q6_K || type == KRN_Q4_0;
+    return 4 * tile_tokens * 128 + (blocks ? 2 : 3) * 128 * stride;
+}
+
+static uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+static bool plan_wgmma(const struct krn_cu *cu, const struct krn_cu_expert_shape *s, bool many,
+                       struct expert_plan *p)
+{
+    const bool up_q4_k = s->gate.type == KRN_Q4_K && s->up.type == KRN_Q4_K,
+               down_q4_k = s->down.type == KRN_Q4_K;
+    p->stride[0] = larger(raw_stride(s->gate.type), raw_stride(s->up.type));
+    p->stride[1] = raw_stride(s->down.type);
+    p->tile = many ? WGMMA_MANY : WGMMA_FEW;
+    do {
+        p->shared[0] = larger(wgmma_shared(p->tile, s->gate.type, p->stride[0]),
+                              wgmma_shared(p->tile, s->up.type, p->stride[0]));
+        p->shared[1] = wgmma_shared(p->tile, s->down.type, p->stride[1]);
+    } while (larger(p->shared[0], p->shared[1]) > (uint32_t)cu->device->shared_max &&
+             (p->tile /= 2) >= WGMMA_FEW);
+    p->threads = 256;
+    p->blocks = many ? 1 : 2;
+    p->kernel[0] = many      ? up_q4_k ? K_wg_gate_up_q4_k : K_wg_gate_up
+                   : up_q4_k ? K_wg_gate_up_q4_k_few
+                             : K_wg_gate_up_few;
+    p->kernel[1] = many        ? down_q4_k ? K_wg_down_q4_k : K_wg_down
+                   : down_q4_k ? K_wg_down_q4_k_few
+                               : K_wg_down_few;
+    return p->tile >= WGMMA_FEW;
+}
+
+static bool plan_mma(const struct krn_cu *cu, const struct krn_cu_expert_shape *s, bool many,
+                     struct expert_plan *p)
+{
+    const uint32_t gate = fit_stride(cu, s->gate.type, p->tile = many ? TILE_MANY : TILE_FEW),
+                   up = fit_stride(cu, s->up.type, p->tile), down = fit_stride(cu, s->down.type, p->tile);
+    p->stride[0] = larger(gate, up);
+    p->stride[1] = down;
+    for (int i = 0; i < 2; i++)
+        p->shared[i] = quantized_shared(p->tile, p->stride[i]);
+    p->threads = many ? 256 : GEMM_THREADS;
+    p->blocks = many ? 1 : 2; /* one of the large tiles' fills the registers */
+    p->kernel[0] = many ? K_gate_up : K_gate_up_few;
+    p->kernel[1] = many ? K_down : K_down_few;
+    return gate && up && down;
+}
+
+static bool plan_experts(const struct krn_cu *cu, const struct krn_cu_expert_run *run, struct expert_plan *p)
+{
+    const struct krn_cu_expert_shape *s = run->shape;
+    const bool many = run->tokens * s->top_k / s->experts >= EXPERT_MANY;
+    if (run->decode) {
+        const uint32_t up = vector_shared(s->gate.cols), down = vector_shared(s->down.cols);
+        *p = (struct expert_plan){.tile = 1,
+                                  .shared = {up, down},
+                                  .threads = GEMV_WARPS * 32,
+                                  .kernel = {K_gate_up_gemv, K_down_gemv}};
+        return larger(up, down) <= 48u * 1024;
+    }
+    return cu->module[M_experts_sm90] ? plan_wgmma(cu, s, many, p)
+                                      : plan_mma(cu, s, many, p) || plan_mma(cu, s, false, p);
 }
 
 int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_run *run)
 {
     const struct krn_cu_expert_shape *s = run->shape;
     const uint32_t slots = run->tokens * s->top_k;
-    const uint32_t types[3] = {s->gate.type, s->up.type, s->down.type};
-    uint32_t tile = run->decode                         ? 1
-                    : slots / s->experts >= EXPERT_MANY ? TILE_MANY
-                                                        : TILE_FEW,
-             stride[3] = {0};
+    struct expert_plan p;
     if (s->gate.cols % 16 || s->down.cols % 16 || s->experts > KRN_EXPERTS_MAX ||
-        slots / (run->decode ? 1 : TILE_FEW) > 0xffff)
+        slots / (run->decode ? 1 : TILE_FEW) > 0xffff || !plan_experts(cu, run, &p))
         return -EINVAL;
-    for (int i = 0; i < 3 && tile > 1; i++)
-        if (!(stride[i] = fit_stride(cu, types[i], tile))) {
-            if (tile == TILE_FEW)
-                return -EINVAL;
-            tile = TILE_FEW;
-            i = -1;
-        }
     struct krn_cu_plan_args plan = {.table = run->table,
                                     .resident = run->resident,
                                     .ring = run->ring,
@@ -441,7 +510,7 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
                                     .experts = s->experts,
                                     .group = run->group,
                                     .group_end = run->group_end,
-                                    .tile_tokens = tile,
+                                    .tile_tokens = p.tile,
                                     .ring_slots = run->ring_slots};
     struct krn_cu_expert_args up = {.head = plan.head,
                                     .jobs = plan.jobs,
@@ -452,40 +521,22 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
                                     .x = run->x_f16,
                                     .y = run->hidden_rows,
                                     .top_k = s->top_k,
-                                    .raw_stride = stride[0] > stride[1] ? stride[0] : stride[1]};
+                                    .raw_stride = p.stride[0],
+                                    .tile_tokens = p.tile};
     struct krn_cu_expert_args down = up;
     down.a = down.b = s->down;
     down.x = run->hidden_rows;
     down.y = run->out;
-    down.raw_stride = stride[2];
+    down.raw_stride = p.stride[1];
 
     int rc = launch(cu, K_plan, (struct grid){1, 1, 1, 1024, 0}, stream, &plan);
-    if (rc)
-        return rc;
-    if (tile == 1) {
-        uint32_t shared = vector_shared(s->gate.cols), shared_down = vector_shared(s->down.cols);
-        if (shared > 48u * 1024 || shared_down > 48u * 1024)
-            return -EINVAL;
-        rc = launch(
-            cu, K_gate_up_gemv,
-            (struct grid){div_up(s->gate.rows, GEMV_WARPS * GEMV_ROWS), slots, 1, GEMV_WARPS * 32, shared},
-            stream, &up);
-        return rc ? rc
-                  : launch(cu, K_down_gemv,
-                           (struct grid){div_up(s->down.rows, GEMV_WARPS * GEMV_ROWS), slots, 1,
-                                         GEMV_WARPS * 32, shared_down},
-                           stream, &down);
+    for (int i = 0; rc == 0 && i < 2; i++) {
+        struct grid grid = {p.blocks * (uint32_t)cu->device->multiprocessors, 1, 1, p.threads, p.shared[i]};
+        if (run->decode)
+            grid.x = div_up(i ? s->down.rows : s->gate.rows, GEMV_WARPS * GEMV_ROWS), grid.y = slots;
+        rc = launch(cu, p.kernel[i], grid, stream, i ? &down : &up);
     }
-    uint32_t shared = quantized_shared(tile, up.raw_stride), shared_down = quantized_shared(tile, stride[2]);
-    rc = launch(
-        cu, tile == TILE_MANY ? K_gate_up : K_gate_up_few,
-        (struct grid){persistent_blocks(cu, tile), 1, 1, tile == TILE_MANY ? 256 : GEMM_THREADS, shared},
-        stream, &up);
-    return rc ? rc
-              : launch(cu, tile == TILE_MANY ? K_down : K_down_few,
-                       (struct grid){persistent_blocks(cu, tile), 1, 1,
-                                     tile == TILE_MANY ? 256 : GEMM_THREADS, shared_down},
-                       stream, &down);
+    return rc;
 }
 
 int krn_cu_combine(struct krn_cu *cu, void *stream, krn_cuda_ptr out, krn_cuda_ptr weights, uint32_t tokens,

@@ -11,7 +11,10 @@
  * hidden rows, weights on the way), sums are float32. KV is f16. What is
  * beyond f16's range becomes +-65504, never an infinity, in activations as in
  * BF16 and F32 weights; below 6e-5 f16 keeps fewer bits. Hidden rows can be
- * large and are stored as a sixteenth: they end at about a million.
+ * large and are stored as a sixteenth: they end at about a million. Where
+ * quantized weights become f16 by half-precision arithmetic (experts of a
+ * chunk on compute capability 9.0), block scales end at 16 (K formats; their
+ * minima at 512) or 511, and a weight may be off by two roundings, not one.
  *
  * Batch-invariant, in two families. A token of a chunk (dense, experts,
  * attention) gets the same bits whatever the chunk's size and its place in it.
@@ -32,7 +35,8 @@
  *
  * A GPU with 99 KiB of shared memory a block (compute capability 8.6, 8.9,
  * 12.0) runs experts and few-token products in tiles of 32 tokens only, and
- * has no room for F32 experts (-EINVAL).
+ * has no room for F32 experts (-EINVAL). On 9.0 the experts of a chunk have
+ * kernels of their own (krn_cu_experts_sm90.cu): other bits than on other GPUs.
  */
 #ifndef KRN_CU_H
 #define KRN_CU_H

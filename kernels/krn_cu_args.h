@@ -138,7 +138,7 @@ struct krn_cu_expert_args {
     struct krn_cu_matrix a, b; /* data: offset in the blob. gate and up, or down twice */
     uint64_t x;                /* f16 [tokens][hidden], or the hidden rows [slots][width] */
     uint64_t y; /* f16 [slots][width] by sorted position and scaled, or float [slots][hidden] by slot */
-    uint32_t top_k, raw_stride;
+    uint32_t top_k, raw_stride, tile_tokens, reserved;
 };
 
 struct krn_cu_attention_args {

@@ -6,7 +6,7 @@
 /* KERNEL(attributes, name, args): a kernel krn_dev_NAME that gets struct args by value as `a`. */
 #define KERNEL(attributes, name, args)                                                                       \
     extern "C" __global__ void attributes krn_dev_##name(const __grid_constant__ args a)
-#define SHARED_DYNAMIC(type, name) extern __shared__ __align__(128) type name[]
+#define SHARED_DYNAMIC(type, name) extern __shared__ __align__(1024) type name[]
 
 /* Beyond the range: the largest number, never an infinity. */
 DEV uint32_t pack_f16(float lo, float hi)
@@ -74,6 +74,37 @@ DEV void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Two halves at a time. */
+DEV uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c)
+{
+    uint32_t r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+DEV uint32_t half2_add(uint32_t a, uint32_t b)
+{
+    uint32_t r;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+DEV uint32_t half2_mul(uint32_t a, uint32_t b)
+{
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+/* Between -limit and limit; not a number becomes one of them. */
+DEV uint32_t half2_clamp(uint32_t x, uint32_t limit)
+{
+    uint32_t r;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(limit));
+    asm("max.f16x2 %0, %0, %1;" : "+r"(r) : "r"(limit | 0x80008000u));
+    return r;
 }
 
 DEV uint64_t device_clock_ns()

@@ -4,7 +4,7 @@
  * case with its time and its rate. Median of a few runs, inputs random, weights
  * larger than the cache. Exit 77 without a driver.
  *
- *     b_cu_kernels [NAME...]      only these: experts dense attention decode small
+ *     b_cu_kernels [NAME...]      only these: experts tokens dense attention decode small
  */
 #include <stdbool.h>
 
@@ -336,11 +336,13 @@ int main(int argc, char **argv)
         static const char *const types[] = {"Q8_0", "Q4_0", "Q5_K", "Q6_K", "F16", "BF16", "F32"};
         for (int i = 0; i < 7; i++)
             bench_experts(types[i], types[i], 4096, false);
-        static const uint32_t tokens[] = {64, 256, 512, 1024, 2048, 32768};
-        for (int i = 0; i < 6; i++)
-            bench_experts("Q4_K", "Q4_K", tokens[i], false);
         bench_experts("Q4_K", "Q4_K", 1, true);
         bench_experts("Q4_K", "Q4_K", 8, true);
+    }
+    if (WANTED("tokens")) {
+        static const uint32_t tokens[] = {64, 256, 512, 1024, 2048, 4096, 8192, 32768};
+        for (int i = 0; i < 8; i++)
+            bench_experts("Q4_K", "Q4_K", tokens[i], false);
     }
     if (WANTED("dense")) {
         static const char *const types[] = {"F16", "BF16", "Q4_K", "Q6_K", "Q8_0"};

@@ -45,6 +45,8 @@ static inline int cu_open(void)
         fprintf(stderr, "skipped: %s\n", err.text);
         return 77;
     }
+    if (getenv("CU_KIT_MMA")) /* the kernels of GPUs without wgmma */
+        device->major = 8;
     if (krn_cu_create(device, &err, &cu)) {
         fprintf(stderr, "%s\n", err.text);
         return krn_cuda.mem_alloc && strstr(err.text, "not in this program") ? 77 : 1;

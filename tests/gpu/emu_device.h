@@ -261,4 +261,31 @@ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint3
     memcpy(c, (*emu_exchange(&f, sizeof f, emu_multiply))[emu_lane()], sizeof c);
 }
 
+static inline uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c)
+{
+    uint32_t r = 0;
+    for (int i = 0; i < 32; i += 16)
+        r |= (uint32_t)f16_of(f16_to((uint16_t)(a >> i)) * f16_to((uint16_t)(b >> i)) +
+                              f16_to((uint16_t)(c >> i)))
+             << i;
+    return r;
+}
+static inline uint32_t half2_add(uint32_t a, uint32_t b)
+{
+    return half2_fma(a, 0x3c003c00u, b);
+}
+static inline uint32_t half2_mul(uint32_t a, uint32_t b)
+{
+    return half2_fma(a, b, 0);
+}
+static inline uint32_t half2_clamp(uint32_t x, uint32_t limit)
+{
+    uint32_t r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        float f = f16_to((uint16_t)(x >> i)), most = f16_to((uint16_t)(limit >> i));
+        r |= (uint32_t)f16_of(f > -most ? f < most ? f : most : -most) << i;
+    }
+    return r;
+}
+
 #endif

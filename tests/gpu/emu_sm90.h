@@ -57,6 +57,36 @@ template <int N> static inline void wg_product(float (&d)[N], const uint32_t (&a
     }
 }
 
+/* Weights times tokens, a warp at a time. */
+template <int N> static inline void wgmma(float (&d)[N / 2], const uint32_t *a, uint64_t b)
+{
+    emu_lanes *all = emu_exchange(a, 16, nullptr);
+    const uint32_t lane = emu_lane(), base = (uint32_t)(b & 0x3fff) << 4;
+    float row[2][16];
+    if (b >> 62 != 1 || (b >> 32 & 0x3fff) != 64 || (b >> 49 & 7) != 0 || base + N * 128 > EMU_SHARED_BYTES)
+        abort();
+    for (uint32_t t = 0; t < 4; t++) {
+        uint32_t f[4];
+        memcpy(f, (*all)[lane / 4 * 4 + t], 16);
+        for (int i = 0; i < 4; i++)
+            for (int e = 0; e < 2; e++)
+                row[i & 1][2 * t + e + (i >> 1) * 8] = f16_to((uint16_t)(f[i] >> 16 * e));
+    }
+    for (uint32_t i = 0; i < N / 8; i++)
+        for (uint32_t e = 0; e < 2; e++) {
+            float sum[2] = {0, 0};
+            for (uint32_t k = 0; k < 16; k++) {
+                uint32_t at = base + (8 * i + 2 * (lane % 4) + e) * 128 + 2 * k;
+                uint16_t h;
+                memcpy(&h, emu_shared + (at ^ (at >> 7 & 7) << 4), 2);
+                sum[0] += row[0][k] * f16_to(h);
+                sum[1] += row[1][k] * f16_to(h);
+            }
+            d[4 * i + e] += sum[0];
+            d[4 * i + 2 + e] += sum[1];
+        }
+}
+
 static inline void wg_begin() {}
 static inline void wg_commit() {}
 template <int N> static inline void wg_wait() {}
