@@ -4,7 +4,7 @@ next answer right.
 
     EXPERTD_BUILD=build python3 -m pytest -s tests/gpu/test_kills_gpu.py
 
-EXPERTD_KILLS (100) of each, several at a time.
+EXPERTD_KILLS (100) of each, EXPERTD_KILL_LANES (4) at a time.
 """
 import os
 import random
@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 
-from gpu_kit import (LANES, ON_GPU, SERVER, Reader, gpu_memory, in_parallel, process_facts, prompts, serve,
+from gpu_kit import (ON_GPU, SERVER, Reader, gpu_memory, in_parallel, process_facts, prompts, serve,
                      world)  # noqa: F401
 
+LANES = int(os.environ.get("EXPERTD_KILL_LANES", "4" if ON_GPU else "2"))
 KILLS = int(os.environ.get("EXPERTD_KILLS", "100" if ON_GPU else "20"))
 SLOW_STREAM = ["--floor", 1, "--stream", "full", "--ring", 1, "--chunk", 40]  # as long as one can be
 
@@ -91,7 +92,7 @@ def test_workers_killed(world):
 def test_expertd_killed(world):
     """Each lane: one worker that lives through all of them; expertd killed and started again, arena adopted."""
     start = time.monotonic()
-    lanes = min(LANES, 4)
+    lanes = LANES
     prompt = write_prompts(world)
     names = [f"lane{n}" for n in range(lanes)]
     daemons = serve(world, {name: [] for name in names})
