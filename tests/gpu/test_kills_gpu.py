@@ -108,9 +108,9 @@ def test_expertd_killed(world):
     while kills < KILLS:
         for reader in readers.values():
             reader.say(*SLOW_STREAM)
-        time.sleep(0.005)
+        time.sleep(0.03)
         for name in names:
-            time.sleep(rng.random() * 0.02 / lanes)
+            time.sleep(rng.random() * 0.05 / lanes)
             daemons[name].kill()
         for name in names:
             daemons[name].wait()
