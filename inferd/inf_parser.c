@@ -9,6 +9,7 @@
 #define THINK            "<think>"
 #define THINK_END        "</think>"
 #define MARKS_MAX        4
+#define MARK_BYTES_MAX   16 /* of harmony's */
 
 static const char *const harmony_ends[MARKS_MAX + 1] = {"<|end|>", "<|call|>", "<|return|>", "<|start|>"};
 
@@ -24,12 +25,13 @@ static void consume(struct inf_parser *p, size_t n)
     p->scanned = 0;
 }
 
-/* The first of the marks in the buffer: its place, and which; -1: none. */
-static int first_mark(const struct inf_parser *p, const char *const *marks, size_t *ret_at)
+/* The first of the marks from a place of the buffer on: its place, and which; -1: none. */
+static int first_mark(const struct inf_parser *p, const char *const *marks, size_t from, size_t *ret_at)
 {
     int which = -1;
     for (int i = 0; marks[i]; i++) {
-        const char *hit = p->buf.n ? memmem(p->buf.bytes, p->buf.n, marks[i], strlen(marks[i])) : NULL;
+        const char *hit =
+            p->buf.n > from ? memmem(p->buf.bytes + from, p->buf.n - from, marks[i], strlen(marks[i])) : NULL;
         if (hit && (which < 0 || (size_t)(hit - p->buf.bytes) < *ret_at)) {
             *ret_at = (size_t)(hit - p->buf.bytes);
             which = i;
@@ -71,7 +73,7 @@ static int until(struct inf_parser *p, const char *const *marks, enum inf_part p
     size_t at = p->buf.n;
     if (!past_breaks(p))
         return 0;
-    int rc, which = first_mark(p, marks, &at);
+    int rc, which = first_mark(p, marks, 0, &at);
     size_t give = which >= 0 ? at : final ? p->buf.n : p->buf.n - held(p, marks);
     size_t skip = give;
     while (trim && give && (which >= 0 || !final) && p->buf.bytes[give - 1] == '\n')
@@ -180,7 +182,7 @@ static int in_header(struct inf_parser *p, bool final)
 {
     static const char *const marks[] = {"<|message|>", NULL};
     size_t at, n = 0;
-    if (first_mark(p, marks, &at) < 0) {
+    if (first_mark(p, marks, 0, &at) < 0) {
         if (!final && p->buf.n < HEADER_BYTES_MAX)
             return 0;
         if (final) { /* a header that was cut means nothing yet; text without any marks does */
@@ -221,7 +223,8 @@ static int in_body(struct inf_parser *p, bool final)
     }
     if (p->buf.n > CALL_BYTES_MAX)
         return -E2BIG;
-    which = first_mark(p, harmony_ends, &at);
+    which = first_mark(p, harmony_ends, p->scanned > MARK_BYTES_MAX ? p->scanned - MARK_BYTES_MAX : 0, &at);
+    p->scanned = p->buf.n;
     if (which < 0 && !final)
         return 0;
     struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", which < 0 ? p->buf.n : at};
