@@ -22,7 +22,7 @@
 
 /* Of `serve`; inf_options_serve.c. */
 struct inf_serve_options {
-    const char *listen, *api_key_file, *cors, *model_name, *chat_template;
+    const char *listen, *api_key_file, *cors, *model_name;
     unsigned queue, conversations, connections;
     unsigned header_kb, body_mb, send_kb;
     unsigned drain_s, resume_s, read_s, write_s;

@@ -11,7 +11,6 @@ enum key {
     KEY_KEYS,
     KEY_CORS,
     KEY_NAME,
-    KEY_TEMPLATE,
     KEY_QUEUE,
     KEY_CONVERSATIONS,
     KEY_CONNECTIONS,
@@ -34,7 +33,6 @@ const struct argp_option inf_serve_table[] = {
     {"cors", KEY_CORS, "ORIGIN,...", 0, "Web pages that may use this server, or * for all (default: none)",
      0},
     {"model-name", KEY_NAME, "NAME", 0, "What the model is called (default: the name in its file)", 0},
-    {"chat-template", KEY_TEMPLATE, "NAME", 0, "Chat template (default: recognized from the model's)", 0},
     {"conversations", KEY_CONVERSATIONS, "N", 0, "Most that are kept for follow-up turns (default: 4)", 0},
     {0, 0, 0, 0, "Limits of the server:", 8},
     {"queue", KEY_QUEUE, "N", 0, "Most requests that wait; more get 429 (default: 256)", 0},
@@ -91,9 +89,6 @@ int inf_serve_parse(int key, char *arg, struct argp_state *state, struct inf_ser
         break;
     case KEY_NAME:
         s->model_name = arg;
-        break;
-    case KEY_TEMPLATE:
-        s->chat_template = arg;
         break;
     case KEY_QUEUE:
         s->queue = number(state, "--queue", arg, 1, 1 << 20);

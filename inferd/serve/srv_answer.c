@@ -268,6 +268,16 @@ int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *
         if (!r->tools)
             return srv_refuse(refusal, 503, NULL, NULL, "no memory");
     }
+    if (r->tools && (r->tool_choice == SRV_TOOLS_REQUIRED || r->tool_choice == SRV_TOOLS_NAMED)) {
+        if (r->grammar)
+            return srv_refuse(refusal, 400, NULL, "tool_choice",
+                              "'tool_choice': a call can't be forced beside 'response_format'");
+        rc = srv_tools_grammar(s->chat, r->tool_list, r->tool_choice == SRV_TOOLS_NAMED ? r->tool_name : NULL,
+                               &err, &r->grammar);
+        if (rc)
+            return srv_refuse(refusal, rc == -ENOMEM ? 503 : 400, NULL, "tool_choice", "%s",
+                              shm_error_text(&err));
+    }
     if (r->grammar && r->thinking == INF_THINKING_DEFAULT)
         r->thinking = INF_THINKING_OFF;
     const struct inf_template_input in = {.messages = r->messages,

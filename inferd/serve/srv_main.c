@@ -46,7 +46,7 @@ static void become_ready(struct serve *v)
     const struct srv_info *info = srv_engine_info(s->engine);
     if (!s->informed) {
         s->informed = true;
-        if (inf_template_find(info->chat_template, info->chat_template_bytes, s->options->chat_template,
+        if (inf_template_find(info->chat_template, info->chat_template_bytes, v->o.chat_template,
                               &s->chat_error, &s->chat)) {
             s->chat = NULL;
             fprintf(stderr, "<4>inferd: no chat (completions work): %s\n", shm_error_text(&s->chat_error));

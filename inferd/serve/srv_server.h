@@ -82,6 +82,11 @@ void srv_answer_start(struct srv_server *s, struct srv_exchange *x, struct srv_r
 int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *ret_ids,
                    struct inf_template_text *ret_text, struct srv_refusal *refusal);
 
+/* The grammar of a call to one of the tools (in OpenAI's form), or to the one named. -ENOTSUP: not with this
+ * template, or a keyword of a schema; -EINVAL: no such tool. */
+int srv_tools_grammar(const struct inf_template *t, const json_t *tools, const char *only,
+                      struct shm_error *err, struct srv_grammar **ret_grammar);
+
 /* Replies with an error in the format of the request's API. */
 void srv_reply_refusal(struct srv_server *s, struct srv_exchange *x, const struct srv_refusal *refusal);
 bool srv_is_anthropic(const struct srv_exchange *x);

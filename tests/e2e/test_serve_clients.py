@@ -224,3 +224,73 @@ def test_chat_url_is_cut_by_ctrl_c(server, world, tmp_path):
     world.until(lambda: "answer cut" in p.log.read_text(), what="the client says so")
     p.stdin.close()
     assert p.wait(20 * SLOW) == 0
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather of a city.", "parameters": {
+              "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
+              "required": ["city", "days"]}}},
+         {"type": "function", "function": {"name": "now"}}]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen2.5", "llama3.1"])
+def test_tools(world, template):
+    """Calls that must be made: the story writer would make none by itself."""
+    openai = need("openai")
+    world.expertd()
+    server = Server(world, "--chat-template", template)
+    client = openai_client(server)
+    named = {"type": "function", "function": {"name": "weather"}}
+    call = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": named, "max_tokens": 300, "temperature": 1}
+    for seed in range(3):
+        choice = client.chat.completions.create(**call, seed=seed).choices[0]
+        assert choice.finish_reason == "tool_calls" and not choice.message.content, choice
+        made = choice.message.tool_calls
+        assert len(made) == 1 and made[0].function.name == "weather"
+        arguments = json.loads(made[0].function.arguments)
+        assert set(arguments) == {"city", "days"} and isinstance(arguments["days"], int)
+        parts = []
+        for event in client.chat.completions.create(**call, seed=seed, stream=True):
+            for c in event.choices:
+                parts += c.delta.tool_calls or []
+                finish = c.finish_reason
+        assert finish == "tool_calls" and parts[0].function.name == "weather" and parts[0].id and parts[0].index == 0
+        assert json.loads("".join(p.function.arguments for p in parts)) == arguments
+    names = {client.chat.completions.create(**{**call, "tool_choice": "required", "seed": s, "temperature": 2}
+                                            ).choices[0].message.tool_calls[0].function.name for s in range(12)}
+    assert names <= {"weather", "now"}
+    # Results come back; none and auto leave the answer free.
+    history = [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {
+        "name": "weather", "arguments": '{"city": "Rome", "days": 1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
+    for how in "auto", "none":
+        r = client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, tool_choice=how, max_tokens=5)
+        assert r.choices[0].message.content is not None
+    with pytest.raises(openai.BadRequestError, match="nothing"):
+        client.chat.completions.create(**{**call, "tool_choice": {"type": "function", "function": {"name": "nothing"}}})
+    need("anthropic")
+    tools = [{"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    ask = {"model": MODEL, "max_tokens": 300, "messages": ASK, "tools": tools,
+           "tool_choice": {"type": "tool", "name": "weather"}}
+    message = anthropic_client(server).messages.create(**ask)
+    assert message.stop_reason == "tool_use"
+    (block,) = [b for b in message.content if b.type == "tool_use"]
+    assert block.name == "weather" and set(block.input) == {"city", "days"}
+    with anthropic_client(server).messages.stream(**ask) as events:
+        final = events.get_final_message()
+    assert final.stop_reason == "tool_use" and set(final.content[0].input) == {"city", "days"}
+    again = anthropic_client(server).messages.create(**{**ask, "tool_choice": {"type": "auto"}, "max_tokens": 5}, **{})
+    assert again.usage.output_tokens <= 5
+    answered = anthropic_client(server).messages.create(model=MODEL, max_tokens=5, tools=tools, messages=[
+        *ASK, {"role": "assistant", "content": [b.model_dump(include={"type", "id", "name", "input"})
+                                                for b in message.content]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}]}])
+    assert answered.usage.output_tokens <= 5
+
+
+def test_a_template_without_forced_calls_refuses_them_by_name(world):
+    openai = need("openai")
+    world.expertd()
+    client = openai_client(Server(world, "--chat-template", "glm4.5"))
+    with pytest.raises(openai.BadRequestError, match="glm4.5") as e:
+        client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required")
+    assert e.value.param == "tool_choice"
