@@ -278,3 +278,72 @@ Test(sampler, rewind_forgets_a_failed_turn)
     }
     inf_sampler_destroy(&s);
 }
+
+Test(sampler, bias_and_mask)
+{
+    const float logits[] = {1, 3, 2, 0};
+    struct inf_sampler_params p = plain;
+    p.temperature = 0;
+    struct inf_sampler *s = make(p, 4);
+    const uint64_t some = 1 << 0 | 1 << 3, none = 0;
+    cr_assert_eq(inf_sampler_next(s, logits), 1);
+    inf_sampler_allow(s, &some);
+    cr_assert_eq(inf_sampler_next(s, logits), 0);
+    inf_sampler_allow(s, &none);
+    cr_assert_eq(inf_sampler_next(s, logits), -EDOM);
+    inf_sampler_allow(s, NULL);
+    cr_assert_eq(inf_sampler_bias(s, 2, 1.5f), 0);
+    cr_assert_eq(inf_sampler_next(s, logits), 2);
+    cr_assert_eq(inf_sampler_bias(s, 2, -INFINITY), 0);
+    cr_assert_eq(inf_sampler_next(s, logits), 1);
+    cr_assert_eq(inf_sampler_bias(s, 3, 2), 0);
+    cr_assert_eq(inf_sampler_bias(s, 3, 2), 0); /* they add up: 4 */
+    cr_assert_eq(inf_sampler_next(s, logits), 3);
+    cr_assert_eq(inf_sampler_bias(s, 4, 0), -ERANGE);
+    cr_assert_eq(inf_sampler_bias(s, -1, 0), -ERANGE);
+    inf_sampler_destroy(&s);
+    /* With a draw, too: only what is allowed, in its proportions. */
+    s = make(plain, 4);
+    const uint64_t two = 1 << 1 | 1 << 2;
+    int first = 0;
+    inf_sampler_allow(s, &two);
+    for (int i = 0; i < 20000; i++) {
+        int32_t id = inf_sampler_next(s, logits);
+        cr_assert(id == 1 || id == 2);
+        first += id == 1;
+    }
+    double share = exp(1) / (exp(1) + 1);
+    cr_assert_float_eq(first / 20000.0, share, 0.015);
+    inf_sampler_destroy(&s);
+}
+
+Test(sampler, presence_and_frequency_count_the_answer)
+{
+    const float logits[] = {10, 9.4f, 9};
+    struct inf_sampler_params p = plain;
+    p.temperature = 0;
+    p.presence_penalty = 0.5f;
+    p.frequency_penalty = 0.25f;
+    struct inf_sampler *s = make(p, 3);
+    inf_sampler_accept(s, 0); /* of the prompt: does not count */
+    cr_assert_eq(inf_sampler_next(s, logits), 0);
+    inf_sampler_written(s, 0); /* 10 - 0.75 */
+    cr_assert_eq(inf_sampler_next(s, logits), 1);
+    inf_sampler_written(s, 1); /* 9.4 - 0.75 = 8.65 */
+    cr_assert_eq(inf_sampler_next(s, logits), 0);
+    inf_sampler_written(s, 0); /* 10 - 1.0 = 9: as great as the third, and its id is lower */
+    cr_assert_eq(inf_sampler_next(s, logits), 0);
+    inf_sampler_written(s, 0);
+    cr_assert_eq(inf_sampler_next(s, logits), 2);
+    inf_sampler_written(s, -1);
+    inf_sampler_written(s, 3); /* no ids: ignored */
+    inf_sampler_reset(s, 0);
+    cr_assert_eq(inf_sampler_next(s, logits), 0);
+    inf_sampler_destroy(&s);
+    p = plain;
+    p.presence_penalty = 2.5f;
+    refused(p, "presence");
+    p.presence_penalty = 0;
+    p.frequency_penalty = NAN;
+    refused(p, "frequency");
+}
