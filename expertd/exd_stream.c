@@ -109,7 +109,9 @@ static enum exd_expectation expectation_of(struct exd_stream *s, uint32_t layer)
         return EXD_EXPECT_RECENT;
     if (s->flags & SHM_STREAM_KNOWN)
         return EXD_EXPECT_KNOWN;
-    return layer == 0 || env_published(s, layer - 1) ? EXD_EXPECT_PREDICTION : EXD_EXPECT_NOTHING;
+    if (layer == 0)
+        return EXD_EXPECT_FIRST;
+    return env_published(s, layer - 1) ? EXD_EXPECT_PREDICTION : EXD_EXPECT_NOTHING;
 }
 
 /* A layer's row is copied when it is first asked for, and once more when the

@@ -18,9 +18,10 @@ void exd_trust_begin(struct exd_trust_counts *c)
     static const uint32_t predicted[EXD_TRUST_BINS] = {96, 108, 120, 126, 128, 128};
     memset(c, 0, sizeof *c);
     for (uint32_t b = 0; b < EXD_TRUST_BINS; b++) {
-        c->seen[EXD_EXPECT_PREDICTION][b] = c->seen[EXD_EXPECT_RECENT][b] = PRIOR;
+        c->seen[EXD_EXPECT_PREDICTION][b] = c->seen[EXD_EXPECT_RECENT][b] = c->seen[EXD_EXPECT_FIRST][b] =
+            PRIOR;
         c->right[EXD_EXPECT_PREDICTION][b] = predicted[b];
-        c->right[EXD_EXPECT_RECENT][b] = PRIOR / 2;
+        c->right[EXD_EXPECT_RECENT][b] = c->right[EXD_EXPECT_FIRST][b] = PRIOR / 2;
     }
 }
 

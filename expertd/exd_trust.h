@@ -17,6 +17,7 @@
 enum exd_expectation {
     EXD_EXPECT_NOTHING, /* one will come */
     EXD_EXPECT_RECENT,
+    EXD_EXPECT_FIRST, /* layer 0's prediction, from the embeddings: no attention came before */
     EXD_EXPECT_PREDICTION,
     EXD_EXPECT_KNOWN, /* told by a measurement */
     EXD_EXPECT_COUNT

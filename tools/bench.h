@@ -63,8 +63,8 @@ struct bench_options {
 struct bench_sample {
     double read_ms, link_ms, wait_ms, issuer_ms;
     uint64_t entries, routed, copied, dropped, wasted, bytes, bytes_wasted;
-    double decode_ms;
-    uint64_t decode_tokens, decode_bytes;
+    double decode_ms, decode_issuer_ms;
+    uint64_t decode_tokens, decode_bytes, decode_copied;
     char hash[BENCH_HASH_BYTES];
 };
 

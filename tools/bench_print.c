@@ -34,7 +34,7 @@ struct summary {
     double waste;      /* bytes moved that no token used / bytes moved */
     double routed_share;
     double issuer_us; /* CPU time a copy */
-    double decode_tps, decode_bytes;
+    double decode_tps, decode_bytes, decode_issuer_us;
 };
 
 static bool paced(const struct bench_results *r)
@@ -90,6 +90,7 @@ static struct summary summarize(const struct bench_read *read, uint32_t arm, dou
     s.routed_share = m->entries ? (double)m->routed / (double)m->entries : 0;
     s.issuer_us = m->copied ? m->issuer_ms * 1e3 / (double)m->copied : 0;
     s.decode_bytes = m->decode_tokens ? (double)m->decode_bytes / (double)m->decode_tokens : 0;
+    s.decode_issuer_us = m->decode_copied ? m->decode_issuer_ms * 1e3 / (double)m->decode_copied : 0;
     s.efficiency =
         peak > 0 && m->read_ms > 0 ? (double)(m->bytes - m->bytes_wasted) / 1e6 / (peak * m->read_ms) : 0;
     return s;
@@ -120,7 +121,7 @@ static void print_read(const struct bench_results *r, const struct bench_read *r
     printf(", %u rounds, logits %s\n", read->rounds, bits);
     printf("%-20s %22s %9s %21s %7s %9s %6s %6s %8s %8s", "setting", "ms (low..high)", "tokens/s",
            "ratio (low..high)", "routed", "MB copied", "waste", "link", "wait ms", "us/copy");
-    puts(r->options->generate ? "  decode/s  MB a token" : "");
+    puts(r->options->generate ? "  decode/s  MB a token  us/copy" : "");
     for (uint32_t a = 0; a <= r->options->arms; a++) {
         struct summary s = summarize(read, a, peak);
         printf(
@@ -129,7 +130,7 @@ static void print_read(const struct bench_results *r, const struct bench_read *r
             s.ratio.low, s.ratio.high, 100 * s.routed_share, (double)s.middle.bytes / 1e6, 100 * s.waste,
             100 * s.efficiency, s.middle.wait_ms, s.issuer_us);
         if (r->options->generate)
-            printf(" %9.1f %11.1f", s.decode_tps, s.decode_bytes / 1e6);
+            printf(" %9.1f %11.1f %8.1f", s.decode_tps, s.decode_bytes / 1e6, s.decode_issuer_us);
         putchar('\n');
     }
 }
@@ -178,6 +179,7 @@ static json_t *json_setting(const struct bench_results *r, const struct bench_re
     if (r->options->generate) {
         json_object_set_new(o, "decode_tokens_per_s", json_real(s.decode_tps));
         json_object_set_new(o, "decode_bytes_per_token", json_real(s.decode_bytes));
+        json_object_set_new(o, "decode_issuer_us_per_copy", json_real(s.decode_issuer_us));
     }
     return o;
 }

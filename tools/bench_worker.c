@@ -228,7 +228,10 @@ int bench_worker_read(struct bench_worker *w, const struct bench_options *o, con
     if (o->generate) {
         s.decode_ms = real(reply, "decode_ms", &ok);
         s.decode_tokens = integer(reply, "decode_tokens", &ok);
-        s.decode_bytes = integer(json_object_get(reply, "decode_stream"), "bytes_copied", &ok);
+        const json_t *decode = json_object_get(reply, "decode_stream");
+        s.decode_bytes = integer(decode, "bytes_copied", &ok);
+        s.decode_copied = integer(decode, "copied", &ok);
+        s.decode_issuer_ms = real(decode, "issuer_cpu_ms", &ok);
     }
     const char *hash = json_string_value(json_object_get(reply, "logits_hash"));
     snprintf(s.hash, sizeof s.hash, "%s", hash ? hash : "none");

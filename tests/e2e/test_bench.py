@@ -79,7 +79,7 @@ def test_bench_reads_pieces_and_turns(world, prompt):
     for x in o["reads"]:
         assert x["same_bits"] and x["rounds"] == 2
         for s in x["settings"]:
-            assert set(s) == BENCH_KEYS | {"decode_tokens_per_s", "decode_bytes_per_token"}
+            assert set(s) == BENCH_KEYS | {"decode_tokens_per_s", "decode_bytes_per_token", "decode_issuer_us_per_copy"}
             assert s["decode_tokens_per_s"] > 0 and s["decode_bytes_per_token"] > 0
         by = {s["setting"]: s for s in x["settings"]}
         assert by["demand"]["wasted"] == 0

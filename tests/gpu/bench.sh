@@ -57,7 +57,7 @@ orders="full routed/index/16 routed/recent routed/predicted oracle"
 for table in $tables; do
     case $table in
     reads) bench "reads and a turn" --ctx 36864 --seconds "$seconds" -n 7 --tokens "$sizes,$turn" $orders ;;
-    long) bench "a long read" --ctx 36864 -n 2 --tokens "$long" full routed/predicted oracle ;;
+    long) bench "a long read" --ctx 36864 -n 2 --tokens "$long" $orders ;;
     short) bench "below the floor: demand waits for the router, ahead does not" --ctx 4096 --seconds 3 -n 5 \
         --tokens "${SHORT:-256,512}" demand routed/predicted demand/index/1 full ahead ;;
     decode)

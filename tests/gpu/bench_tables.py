@@ -9,7 +9,7 @@ o = json.load(sys.stdin)
 decode = "decode" in sys.argv[1:]
 print(f"{o['device']}; ring {o['ring']} slots; link peak {o['peak_gbps']:.2f} GB/s ({o['peak_from']})\n")
 if decode:
-    print("| behind | setting | tokens/s | MB a token | share of the link's bound |\n|---|---|---|---|---|")
+    print("| behind | setting | tokens/s | MB a token | share of the link's bound | issuer us/copy |\n|---|---|---|---|---|---|")
 else:
     print("| read | setting | ms (low..high) | tokens/s | ratio to the first (low..high) | routed | GB copied | waste | link "
           "efficiency | issuer us/copy |\n|---|---|---|---|---|---|---|---|---|---|")
@@ -22,7 +22,7 @@ for read in o["reads"]:
                 mb = s["decode_bytes_per_token"] / 1e6
                 bound = o["peak_gbps"] * 1e3 / mb if mb and o["peak_gbps"] else 0
                 share = f"{100 * s['decode_tokens_per_s'] / bound:.0f}% of {bound:.0f}" if bound else ""
-                print(f"| {name} | {setting} | {s['decode_tokens_per_s']:.1f} | {mb:,.0f} | {share} |")
+                print(f"| {name} | {setting} | {s['decode_tokens_per_s']:.1f} | {mb:,.0f} | {share} | {s['decode_issuer_us_per_copy']:.1f} |")
             continue
         ms, ratio = s["read_ms"], s["ratio"]
         print(f"| {name} | {setting} | {ms['median']:.1f} ({ms['low']:.1f}..{ms['high']:.1f}) | {s['tokens_per_s']:,.0f} | "

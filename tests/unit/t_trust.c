@@ -47,6 +47,7 @@ Test(trust, learns_from_what_came, .init = begin)
     learn(EXD_EXPECT_PREDICTION, 400);
     cr_expect_eq(exd_trust_sure(&counts, EXD_EXPECT_PREDICTION), 1);
     cr_expect_eq(exd_trust_sure(&counts, EXD_EXPECT_RECENT), UINT32_MAX, "each kind for itself");
+    cr_expect_eq(exd_trust_sure(&counts, EXD_EXPECT_FIRST), UINT32_MAX);
     memset(expected, 0, sizeof expected);
     expected[1] = expected[2] = expected[100] = 40;
     learn(EXD_EXPECT_PREDICTION, 4000);
