@@ -29,7 +29,7 @@
     {                                                                                                        \
         "<|endoftext|>", "<|user|>", "<|observation|>",                                                      \
     }
-#define QWEN_TOOLS "<args-json-object>"
+#define QWEN_TOOLS "\"# Tools\\n\\nYou may call one or more functions"
 
 /* The first row whose marks fit is taken: special ones stand before general ones. */
 static const struct inf_template rows[] = {
@@ -58,7 +58,7 @@ static const struct inf_template rows[] = {
      true,
      STOPS_DEEPSEEK},
     {"deepseek-r1-distill",
-     {"<｜Assistant｜><think>\\n", "is_output_first", "!is_first_sp", "!flush_tool_outputs"},
+     {"<｜Assistant｜><think>\\n", "is_output_first", "!is_first_sp", "!flush_tool_outputs", "!tojson"},
      inf_render_deepseek,
      INF_DEEPSEEK_DISTILL,
      INF_STYLE_DEEPSEEK,
@@ -154,7 +154,8 @@ static const struct inf_template rows[] = {
      false,
      STOPS_LLAMA},
     {"llama3",
-     {"<|start_header_id|>' + message['role'] + '<|end_header_id|>", "| trim + '<|eot_id|>'", "!tool"},
+     {"<|start_header_id|>' + message['role'] + '<|end_header_id|>", "| trim + '<|eot_id|>'",
+      "loop.index0 == 0", "!raise_exception", "!tool"},
      inf_render_llama,
      INF_LLAMA_3,
      INF_STYLE_PLAIN,
@@ -162,7 +163,7 @@ static const struct inf_template rows[] = {
      false,
      STOPS_LLAMA},
     {"qwen3-coder",
-     {"<|im_start|>", "render_extra_keys", "<function=example_function_name>", "NO suffix"},
+     {"<|im_start|>", "render_extra_keys", "<function=example_function_name>", "NO suffix", "!think"},
      inf_render_coder,
      0,
      INF_STYLE_CODER,
@@ -195,8 +196,8 @@ static const struct inf_template rows[] = {
      false,
      STOPS_QWEN},
     {"qwen2.5",
-     {"<|im_start|>", QWEN_TOOLS, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-      "!think"},
+     {"<|im_start|>", "\"\\n\\n# Tools\\n\\nYou may call one or more functions",
+      "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "!think"},
      inf_render_qwen25,
      0,
      INF_STYLE_QWEN,

@@ -48,7 +48,7 @@ struct inf_render {
     int rc;
 };
 
-#define INF_MARKS 6
+#define INF_MARKS 8
 
 struct inf_template {
     const char *name;

@@ -19,8 +19,12 @@ this tree. FOLDER holds them, one a family, named as `inferd --chat-template` na
     pip install jinja2 && tests/data/make_template_goldens.py FOLDER
 
 The engine is set up as the transformers library does it. The SHA-256 of each template is written
-beside its texts. `--check PROGRAM` asks a program (tests/unit/p_template_name) which family it
-recognizes in each template, and says where that is not the file's name.
+beside its texts.
+
+    tests/data/make_template_goldens.py FOLDER --check build/tests/unit/p_template_name
+
+writes nothing: for each template in FOLDER, whatever its name, it says which family is recognized in it, and
+whether the reference engine makes the same of it as of the family's own (the kept texts).
 """
 import datetime
 import gzip
@@ -72,7 +76,7 @@ DEEP = {"type": "function", "function": {
 NUMBERS = {"type": "function", "function": {
     "name": "numbers", "description": "n", "parameters": {"type": "object", "properties": {
         "x": {"type": "number", "enum": [1, 2.5, -0.0, 1e22, 1.5e-7, 123456789012345680.0, 1e16, 0.0001, 100.0],
-              "description": "tab\tquote\\ \u0001 \u007f \u2028 \ud83d\ude00"}, "nul": {"const": None},
+              "description": "tab\tquote\\ \u0001 \u007f \u2028 \U0001f600"}, "nul": {"const": None},
         "t": {"const": True}, "empty": {"type": "array", "items": {}, "default": []}}}}}
 
 
@@ -212,6 +216,20 @@ def cases(name, template, talks):
                 yield case
 
 
+def kept_path():
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "goldens", "templates.json.gz")
+
+
+def compare(family, env, text, talks):
+    with gzip.open(kept_path()) as f:
+        kept = json.load(f)["families"].get(family)
+    if not kept:
+        return ""
+    texts = {tuple(c[:3]): c[3] for c in kept["cases"]}
+    other = [talks[c[0]]["name"] for c in cases(family, env.from_string(text), talks) if c[3] != texts[tuple(c[:3])]]
+    return f": {len(other)} of {len(texts)} texts DIFFER, as {', '.join(other[:4])}" if other else ": equal"
+
+
 def main():
     if len(sys.argv) not in (2, 4):
         sys.exit(__doc__)
@@ -223,8 +241,9 @@ def main():
         with open(os.path.join(sys.argv[1], file), encoding="utf-8", newline="") as f:
             text = f.read()
         if len(sys.argv) == 4:
-            got = subprocess.run([sys.argv[3]], input=text.encode(), stdout=subprocess.PIPE).stdout.decode().strip()
-            print("ok" if got == name else "WRONG", name, got)
+            got = subprocess.run([sys.argv[3]], input=text.encode(), stdout=subprocess.PIPE,
+                                 stderr=subprocess.DEVNULL).stdout.decode().strip()
+            print(name, "is", got + compare(got, env, text, talks))
             continue
         families[name] = {"sha256": hashlib.sha256(text.encode()).hexdigest(),
                           "cases": list(cases(name, env.from_string(text), talks))}
@@ -234,8 +253,7 @@ def main():
     if families:
         out = json.dumps({"now": 1772712000, "conversations": talks, "families": families}, ensure_ascii=True,
                          separators=(",", ":"))
-        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "goldens", "templates.json.gz")
-        with open(path, "wb") as f, gzip.GzipFile(fileobj=f, mode="wb", mtime=0, filename="") as z:
+        with open(kept_path(), "wb") as f, gzip.GzipFile(fileobj=f, mode="wb", mtime=0, filename="") as z:
             z.write(out.encode())
 
 

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "inferd/inf_template.h"
+#include "inferd/inf_template_priv.h"
 #include "tok_fixture.h"
 
 TestSuite(template, .timeout = 60);
@@ -174,6 +175,30 @@ Test(template, equal_reference_engine)
         n++;
     cr_assert_eq(n, json_object_size(json_object_get(all, "families")), "families without reference texts");
     json_decref(all);
+}
+
+/* No family is hidden behind another that stands before it. */
+Test(template, marks_lead_to_their_family)
+{
+    for (size_t i = 0; inf_template_name_at(i); i++) {
+        const struct inf_template *t = NULL, *found = NULL;
+        char text[2048] = "";
+        cr_assert_eq(inf_template_find(NULL, 0, inf_template_name_at(i), NULL, &t), 0);
+        for (int k = 0; k < INF_MARKS && t->marks[k]; k++)
+            if (t->marks[k][0] != '!')
+                snprintf(text + strlen(text), sizeof text - strlen(text), "%s ", t->marks[k]);
+        cr_assert_eq(inf_template_find(text, strlen(text), NULL, NULL, &found), 0, "%s", t->name);
+        cr_expect_str_eq(found->name, t->name);
+        for (int k = 0; k < INF_MARKS && t->marks[k]; k++) {
+            if (t->marks[k][0] != '!')
+                continue;
+            size_t n = strlen(text);
+            snprintf(text + n, sizeof text - n, "%s", t->marks[k] + 1);
+            cr_expect(inf_template_find(text, strlen(text), NULL, NULL, &found) || found != t, "%s: %s",
+                      t->name, t->marks[k]);
+            text[n] = 0;
+        }
+    }
 }
 
 #define TOOLS                                                                                                \
