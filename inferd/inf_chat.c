@@ -10,6 +10,7 @@
 struct inf_chat {
     struct inf_tokenizer *tok;
     const struct inf_template *template;
+    enum inf_thinking thinking;
     struct inf_message *messages; /* content and reasoning owned, roles are literals */
     size_t n, cap;
     size_t n_answered;               /* the first so many are settled; others belong to a turn under way */
@@ -19,7 +20,8 @@ struct inf_chat {
 };
 
 int inf_chat_create(struct inf_tokenizer *tok, const char *template_text, size_t template_len,
-                    const char *name, struct shm_error *err, struct inf_chat **ret_chat)
+                    const char *name, enum inf_thinking thinking, struct shm_error *err,
+                    struct inf_chat **ret_chat)
 {
     const struct inf_template *t;
     int32_t stop;
@@ -36,6 +38,7 @@ int inf_chat_create(struct inf_tokenizer *tok, const char *template_text, size_t
         return shm_error_set(err, ENOMEM, NO_MEMORY);
     chat->tok = tok;
     chat->template = t;
+    chat->thinking = thinking;
     *ret_chat = chat;
     return 0;
 }
@@ -141,8 +144,11 @@ int inf_chat_turn(struct inf_chat *chat, const struct inf_chat_message *messages
     }
     if (rc)
         return shm_error_set(err, ENOMEM, NO_MEMORY);
-    const struct inf_template_input in = {
-        .messages = chat->messages, .n_messages = chat->n, .add_generation_prompt = true, .now = time(NULL)};
+    const struct inf_template_input in = {.messages = chat->messages,
+                                          .n_messages = chat->n,
+                                          .add_generation_prompt = true,
+                                          .thinking = chat->thinking,
+                                          .now = time(NULL)};
     if ((rc = inf_template_render(chat->template, &in, err, &chat->prompt)))
         return rc;
     if (goes_on(chat) && n_read == chat->n_read) {

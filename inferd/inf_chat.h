@@ -28,7 +28,8 @@ struct inf_chat;
  * name: what --chat-template says, NULL: nothing. -ENOTSUP, -ENOENT as
  * inf_template_find(); -ENOTSUP where the vocabulary lacks the tokens; -ENOMEM. */
 int inf_chat_create(struct inf_tokenizer *tok, const char *template_text, size_t template_len,
-                    const char *name, struct shm_error *err, struct inf_chat **ret_chat);
+                    const char *name, enum inf_thinking thinking, struct shm_error *err,
+                    struct inf_chat **ret_chat);
 void inf_chat_destroy(struct inf_chat **chat);
 
 /* No turn was answered yet, or all was forgotten. */

@@ -69,8 +69,8 @@ int inf_cmd_prompt(const struct inf_options *o, struct inf_engine *e, struct shm
         goto out;
     }
     struct inf_chat *chat = NULL;
-    rc =
-        inf_chat_create(e->tokenizer, e->chat_template, e->chat_template_bytes, o->chat_template, err, &chat);
+    rc = inf_chat_create(e->tokenizer, e->chat_template, e->chat_template_bytes, o->chat_template,
+                         o->thinking, err, &chat);
     if (rc)
         goto out;
     struct inf_chat_message message[2];

@@ -165,7 +165,7 @@ int inf_cmd_chat(int argc, char **argv)
     if (status)
         return status;
     int rc = inf_chat_create(c.engine->tokenizer, c.engine->chat_template, c.engine->chat_template_bytes,
-                             c.o.chat_template, &err, &c.template);
+                             c.o.chat_template, c.o.thinking, &err, &c.template);
     if (!rc)
         rc = inf_talk_open(c.engine, &c.o, &err, &c.talk);
     if (!rc && c.terminal)

@@ -40,6 +40,7 @@ enum key {
     KEY_PROMPT_FILE,
     KEY_SYSTEM,
     KEY_CHAT_TEMPLATE,
+    KEY_THINKING,
     KEY_RAW,
     KEY_TEMPERATURE,
     KEY_TOP_K,
@@ -108,6 +109,9 @@ static const struct group {
     {INF_GROUP_PROMPT | INF_GROUP_SAMPLING | INF_GROUP_SERVE,
      {"chat-template", KEY_CHAT_TEMPLATE, "NAME", 0, "Chat template (default: recognized from the model's)",
       2}},
+    {INF_GROUP_PROMPT | INF_GROUP_SAMPLING,
+     {"thinking", KEY_THINKING, "on|off", 0, "Reasoning before the answer, where the template has a switch",
+      0}},
     {INF_GROUP_PROMPT, {"raw", KEY_RAW, 0, 0, "The text as it is, without the chat template", 0}},
     {INF_GROUP_LOGITS, {"ids", KEY_IDS, "N,N,...", 0, "Token ids instead of a text", 0}},
     {INF_GROUP_LOGITS,
@@ -275,6 +279,11 @@ static error_t parse_text(int key, char *arg, struct argp_state *state, struct i
         break;
     case KEY_CHAT_TEMPLATE:
         o->chat_template = arg;
+        break;
+    case KEY_THINKING:
+        if (strcmp(arg, "on") && strcmp(arg, "off"))
+            argp_error(state, "--thinking: '%s' is not on or off", arg);
+        o->thinking = strcmp(arg, "on") ? INF_THINKING_OFF : INF_THINKING_ON;
         break;
     case KEY_RAW:
         o->raw = true;

@@ -9,6 +9,7 @@
 
 #include "inferd/inf_engine.h"
 #include "inferd/inf_sampler.h"
+#include "inferd/inf_template.h"
 
 #include <argp.h>
 
@@ -35,6 +36,7 @@ struct inf_options {
     struct inf_engine_config engine; /* instance, runtime_dir, stream settings, threads, chunk, ctx */
 
     const char *prompt, *prompt_file, *ids, *system, *chat_template;
+    enum inf_thinking thinking;
     bool prompt_stdin, raw;
 
     struct inf_sampler_params sampler;

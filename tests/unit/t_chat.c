@@ -19,8 +19,9 @@ static void open_chat(void)
     struct shm_error err = {0};
     tok_fixture_open(&f);
     tok = tok_fixture_tokenizer();
-    cr_assert_eq(inf_chat_create(tok, f.chat_template, f.chat_template_len, NULL, &err, &chat), 0, "%s",
-                 shm_error_text(&err));
+    cr_assert_eq(
+        inf_chat_create(tok, f.chat_template, f.chat_template_len, NULL, INF_THINKING_DEFAULT, &err, &chat),
+        0, "%s", shm_error_text(&err));
     tok_fixture_close(&f);
 }
 
@@ -152,7 +153,11 @@ Test(chat, reasoning_is_dropped)
     struct inf_ids ids = {0}, read = {0};
     struct inf_chat_message m = message("user", "Hi");
     tok = tok_fixture_tokenizer();
-    cr_assert_eq(inf_chat_create(tok, NULL, 0, "qwen3", NULL, &chat), 0);
+    cr_assert_eq(inf_chat_create(tok, NULL, 0, "qwen3", INF_THINKING_OFF, NULL, &chat), 0);
+    turn(&m, 1, &read, &ids);
+    expect_text(&ids, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n");
+    inf_chat_destroy(&chat);
+    cr_assert_eq(inf_chat_create(tok, NULL, 0, "qwen3", INF_THINKING_DEFAULT, NULL, &chat), 0);
     turn(&m, 1, &read, &ids);
     append(&read, &ids);
     size_t opened = read.n;
@@ -207,7 +212,9 @@ Test(chat, bos_opens_the_first_turn_only)
     f.src.bos_id = 4093;
     f.src.add_bos = true;
     cr_assert_eq(inf_tokenizer_create(&f.src, NULL, &tok), 0);
-    cr_assert_eq(inf_chat_create(tok, f.chat_template, f.chat_template_len, NULL, NULL, &chat), 0);
+    cr_assert_eq(
+        inf_chat_create(tok, f.chat_template, f.chat_template_len, NULL, INF_THINKING_DEFAULT, NULL, &chat),
+        0);
     struct inf_chat_message m = message("user", "a");
     turn(&m, 1, &read, &ids);
     cr_assert(ids.ids[0] == 4093 && ids.ids[1] == 4094);
@@ -227,18 +234,23 @@ Test(chat, other_templates_are_refused)
     struct shm_error err = {0};
     static const char other[] = "{{ '[INST] ' + message['content'] }}";
     tok = tok_fixture_tokenizer();
-    cr_assert_eq(inf_chat_create(tok, NULL, 0, NULL, &err, &chat), -ENOENT);
+    cr_assert_eq(inf_chat_create(tok, NULL, 0, NULL, INF_THINKING_DEFAULT, &err, &chat), -ENOENT);
     cr_assert(strstr(err.text, "--chat-template") && strstr(err.text, "no chat template"));
-    cr_assert_eq(inf_chat_create(tok, other, sizeof other - 1, NULL, &err, &chat), -ENOTSUP);
+    cr_assert_eq(inf_chat_create(tok, other, sizeof other - 1, NULL, INF_THINKING_DEFAULT, &err, &chat),
+                 -ENOTSUP);
     cr_assert(strstr(err.text, "--chat-template NAME"));
-    cr_assert_eq(inf_chat_create(tok, other, sizeof other - 1, "mistral-v1", &err, &chat), -ENOTSUP);
+    cr_assert_eq(
+        inf_chat_create(tok, other, sizeof other - 1, "mistral-v1", INF_THINKING_DEFAULT, &err, &chat),
+        -ENOTSUP);
     cr_assert(strstr(err.text, "--chat-template NAME") && strstr(err.text, "mistral-v1") && !chat);
     inf_tokenizer_destroy(&tok);
     /* ChatML by its template, but the vocabulary has no such tokens. */
     tok_fixture_open(&f);
     f.token_bytes[f.token_offsets[4095] + 2] = f.token_bytes[f.token_offsets[4093] + 2] = 'X';
     cr_assert_eq(inf_tokenizer_create(&f.src, NULL, &tok), 0);
-    cr_assert_eq(inf_chat_create(tok, f.chat_template, f.chat_template_len, NULL, &err, &chat), -ENOTSUP);
+    cr_assert_eq(
+        inf_chat_create(tok, f.chat_template, f.chat_template_len, NULL, INF_THINKING_DEFAULT, &err, &chat),
+        -ENOTSUP);
     cr_assert(strstr(err.text, "--chat-template") && strstr(err.text, "chatml") && chat == NULL);
     close_chat();
     tok_fixture_close(&f);

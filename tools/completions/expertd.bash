@@ -45,7 +45,7 @@ _expertd_complete() {
         commands="run chat serve logits tokenize measure"
         local engine="--instance --runtime-dir --model --device --chunk --ctx --threads --ring --stream --order
             --depth --floor --link-gbps --link-latency-us --resident --poison --profile --watchdog -v --verbose"
-        local prompt="--prompt --prompt-file --system --chat-template --raw" report="--json --hash --quiet"
+        local prompt="--prompt --prompt-file --system --chat-template --thinking --raw" report="--json --hash --quiet"
         local likely="--temperature --top-k --top-p --min-p --repeat-penalty"
         local sampling="-n $likely --seed --ignore-eos"
         local server="--listen --api-key-file --cors --model-name --chat-template --conversations --queue --connections
@@ -53,7 +53,7 @@ _expertd_complete() {
             --resume-seconds"
         case ${COMP_WORDS[1]} in
         run) options="$engine $prompt $sampling $report" ;;
-        chat) options="$engine --system --chat-template $sampling $report --url --api-key-file" ;;
+        chat) options="$engine --system --chat-template --thinking $sampling $report --url --api-key-file" ;;
         serve) options="$engine $likely $server" ;;
         logits) options="$engine $prompt -n --ids --positions --routes --reads --keep $report" ;;
         tokenize | measure) options="$engine $prompt" ;;
