@@ -113,7 +113,10 @@ static int qwen3moe_tensors(struct exd_build *b)
     return 0;
 }
 
-static const char *const qwen3moe_pre[] = {"qwen2", NULL};
+/* Qwen's own is the first; models that others trained bring theirs. What the worker knows (inf_pretok.c). */
+static const char *const qwen3moe_pre[] = {
+    "qwen2",  "deepseek-r1-qwen", "llama-bpe", "llama3",      "llama-v3",     "glm4",           "chatglm-bpe",
+    "gpt-4o", "llama4",           "tekken",    "deepseek-v3", "deepseek-llm", "deepseek-coder", NULL};
 
 const struct exd_arch exd_arch_qwen3moe = {
     .name = "qwen3moe",

@@ -27,7 +27,7 @@ static int required(int r)
 static int find_arch(struct exd_build *b)
 {
     struct exd_str name;
-    char known[128] = "";
+    char known[256] = "";
     size_t used = 0;
     int r = exd_gguf_str(b->gguf, "general.architecture", &name, b->err);
 
@@ -74,7 +74,7 @@ static int opt_token(struct exd_build *b, const char *key, uint32_t *ret_id)
 static int check_tokenizer_names(struct exd_build *b)
 {
     struct exd_tokenizer *t = &b->model->tok;
-    char known[128] = "";
+    char known[256] = "";
     size_t used = 0;
     int r = exd_gguf_str(b->gguf, "tokenizer.ggml.model", &t->model, b->err);
 

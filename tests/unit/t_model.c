@@ -260,8 +260,10 @@ Test(model, refuses_other_architectures_and_tokenizers)
     gb_str(&b, "tokenizer.ggml.model", "llama");
     refused(&b, "key tokenizer.ggml.model is llama; supported: gpt2");
     without(&b, "tokenizer.ggml.pre");
-    gb_str(&b, "tokenizer.ggml.pre", "gpt-4o");
-    refused(&b, "key tokenizer.ggml.pre is gpt-4o; supported with qwen3moe: qwen2");
+    gb_str(&b, "tokenizer.ggml.pre", "poro-chat");
+    refused(
+        &b,
+        "key tokenizer.ggml.pre is poro-chat; supported with qwen3moe: qwen2, deepseek-r1-qwen, llama-bpe");
     without(&b, "tokenizer.ggml.tokens");
     gb_strs(&b, "tokenizer.ggml.tokens", "t", 5);
     refused(&b, "token_type has 4 entries for 5 tokens");
