@@ -30,6 +30,11 @@ int srv_string_add(struct srv_string *s, const char *text, size_t n)
 
 static void destroy(struct srv_answer *a)
 {
+    if (a->at) {
+        *a->at = a->next;
+        if (a->next)
+            a->next->at = a->at;
+    }
     inf_parser_destroy(&a->parser);
     if (a->x) {
         a->x->on_gone = NULL;
@@ -60,6 +65,7 @@ static void count(struct srv_answer *a, int status)
 /* The client is too slow or gone: on_gone is on its way, and nothing more is written. */
 static void write_stream(struct srv_answer *a, const char *text, size_t n)
 {
+    a->written_ns = shm_now_ns();
     if (a->x && !a->dead && srv_stream_write(a->x, text, n))
         a->dead = true;
 }
@@ -73,6 +79,22 @@ static void begin(struct srv_answer *a)
     srv_header(a->x, "Cache-Control", "no-cache");
     srv_header(a->x, "X-Accel-Buffering", "no"); /* for nginx: pass on what comes */
     srv_stream_begin(a->x, 200, "text/event-stream");
+}
+
+void srv_answers_beat(struct srv_server *s)
+{
+    static const char comment[] = ": still at it\n\n", ping[] = "event: ping\ndata: {\"type\":\"ping\"}\n\n";
+    uint64_t now_ns = shm_now_ns();
+    for (struct srv_answer *a = s->answers; a; a = a->next) {
+        if (!a->stream || !a->x || now_ns - a->written_ns < 2 * SRV_BEAT_S * 1000000000ull)
+            continue;
+        bool ping_it = a->format == &srv_format_anthropic && a->begun;
+        begin(a);
+        if (ping_it)
+            write_stream(a, ping, sizeof ping - 1);
+        else
+            write_stream(a, comment, sizeof comment - 1);
+    }
 }
 
 void srv_answer_event(struct srv_answer *a, const char *name, json_t *object)
@@ -411,6 +433,12 @@ void srv_answer_start(struct srv_server *s, struct srv_exchange *x, struct srv_r
         srv_reply_refusal(s, x, &refusal);
         return;
     }
+    a->written_ns = shm_now_ns();
+    a->next = s->answers;
+    a->at = &s->answers;
+    if (a->next)
+        a->next->at = &a->next;
+    s->answers = a;
     x->user = a;
     x->on_gone = on_gone;
 }

@@ -41,11 +41,9 @@ struct srv_connection {
     struct event *timer; /* time-outs of the state; and what must not run inside a callback */
     enum state state;
     bool started;    /* the response has begun */
-    bool streaming;  /* in pieces */
     bool chunked;    /* those are framed */
     bool keep;       /* another request may follow */
     bool in_process; /* no recursion */
-    bool head_done;  /* on_head was asked */
     int status;
     uint64_t lingered;
     char *head;
@@ -82,7 +80,7 @@ static void reset_exchange(struct srv_connection *c)
     c->head = c->body = NULL;
     c->body_n = c->body_cap = 0;
     c->chunks = (struct srv_chunked){0};
-    c->started = c->streaming = c->chunked = c->head_done = false;
+    c->started = c->chunked = false;
     c->status = 0;
     evbuffer_drain(c->headers, evbuffer_get_length(c->headers));
     c->x = (struct srv_exchange){.connection = c, .peer = c->peer, .body = ""};
@@ -111,6 +109,8 @@ static void gone(struct srv_connection *c)
         c->http->counters.busy--;
         c->http->counters.gone++;
         c->state = DEAD;
+        if (c->http->config.on_done)
+            c->http->config.on_done(c->http->config.ctx, &c->x, c->status, true);
         if (c->x.on_gone)
             c->x.on_gone(&c->x);
     }
@@ -131,6 +131,8 @@ static void finished(struct srv_connection *c)
 {
     bool again = c->keep && !c->http->draining;
     c->http->counters.busy--;
+    if (c->http->config.on_done)
+        c->http->config.on_done(c->http->config.ctx, &c->x, c->status, false);
     c->x.on_gone = NULL;
     c->state = again ? HEAD : FINISH;
     reset_exchange(c);
@@ -565,7 +567,6 @@ void srv_reply(struct srv_exchange *x, int status, const char *type, const char 
 void srv_stream_begin(struct srv_exchange *x, int status, const char *type)
 {
     begin(x->connection, status, type, -1);
-    x->connection->streaming = true;
 }
 
 int srv_stream_write(struct srv_exchange *x, const char *data, size_t n)
@@ -594,14 +595,4 @@ void srv_stream_end(struct srv_exchange *x)
     if (c->chunked)
         evbuffer_add(bufferevent_get_output(c->bev), "0\r\n\r\n", 5);
     finished(c);
-}
-
-bool srv_streaming(const struct srv_exchange *x)
-{
-    return x->connection->streaming;
-}
-
-int srv_status_sent(const struct srv_exchange *x)
-{
-    return x->connection->status;
 }

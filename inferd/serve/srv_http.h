@@ -45,6 +45,8 @@ struct srv_http_config {
      * (method NULL).
      */
     void (*on_refuse)(void *ctx, struct srv_exchange *x, int status, const char *why);
+    /* A response has been queued whole, or the client left before that; NULL: nobody cares. */
+    void (*on_done)(void *ctx, const struct srv_exchange *x, int status, bool left);
     void *ctx;
 };
 
@@ -75,9 +77,5 @@ void srv_reply(struct srv_exchange *x, int status, const char *type, const char 
 void srv_stream_begin(struct srv_exchange *x, int status, const char *type);
 int srv_stream_write(struct srv_exchange *x, const char *data, size_t n);
 void srv_stream_end(struct srv_exchange *x);
-bool srv_streaming(const struct srv_exchange *x);
-
-/* The status of the response once it has begun, else 0. */
-int srv_status_sent(const struct srv_exchange *x);
 
 #endif

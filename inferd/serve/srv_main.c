@@ -22,7 +22,7 @@ struct serve {
     int state_fd, status;
     char name[128];
     bool announced, cancelled;
-    struct event *jobs, *state, *term, *interrupt, *tick;
+    struct event *jobs, *state, *term, *interrupt, *tick, *beat;
     uint64_t drain_ns;
 };
 
@@ -125,6 +125,14 @@ static void on_tick(evutil_socket_t fd, short what, void *ctx)
         stop(v, 0);
 }
 
+static void on_beat(evutil_socket_t fd, short what, void *ctx)
+{
+    struct serve *v = ctx;
+    (void)fd;
+    (void)what;
+    srv_answers_beat(&v->server);
+}
+
 static void on_signal(evutil_socket_t sig, short what, void *ctx)
 {
     struct serve *v = ctx;
@@ -181,6 +189,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
                                          .on_head = srv_on_head,
                                          .on_request = srv_on_request,
                                          .on_refuse = srv_on_refuse,
+                                         .on_done = srv_on_done,
                                          .ctx = s};
     if ((rc = srv_http_create(s->base, &http, &s->http))) {
         close(fd);
@@ -191,8 +200,11 @@ static int open_parts(struct serve *v, struct shm_error *err)
     v->term = evsignal_new(s->base, SIGTERM, on_signal, v);
     v->interrupt = evsignal_new(s->base, SIGINT, on_signal, v);
     v->tick = event_new(s->base, -1, EV_PERSIST, on_tick, v);
-    if (!v->jobs || !v->state || !v->term || !v->interrupt || !v->tick)
+    v->beat = event_new(s->base, -1, EV_PERSIST, on_beat, v);
+    if (!v->jobs || !v->state || !v->term || !v->interrupt || !v->tick || !v->beat)
         return -ENOMEM;
+    const struct timeval beat = {.tv_sec = SRV_BEAT_S};
+    event_add(v->beat, &beat);
     event_add(v->jobs, NULL);
     event_add(v->state, NULL);
     event_add(v->term, NULL);
@@ -209,7 +221,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
 static void close_parts(struct serve *v)
 {
     struct srv_server *s = &v->server;
-    struct event *events[] = {v->jobs, v->state, v->term, v->interrupt, v->tick};
+    struct event *events[] = {v->jobs, v->state, v->term, v->interrupt, v->tick, v->beat};
     if (s->http)
         srv_http_destroy(&s->http); /* cancels what still runs */
     if (s->queue)

@@ -101,6 +101,15 @@ static bool allowed_origin(const struct srv_server *s, const char *origin)
     return false;
 }
 
+void srv_on_done(void *ctx, const struct srv_exchange *x, int status, bool left)
+{
+    const struct srv_server *s = ctx;
+    if (s->defaults->verbose)
+        fprintf(stderr, "<6>inferd: %s %.10s %.100s %d%s %.1f ms\n", x->peer,
+                x->head.method ? x->head.method : "-", x->head.path ? x->head.path : "-", status,
+                left ? " left" : "", x->start_ns ? (double)(shm_now_ns() - x->start_ns) / 1e6 : 0.0);
+}
+
 bool srv_on_head(void *ctx, struct srv_exchange *x)
 {
     struct srv_server *s = ctx;

@@ -26,6 +26,7 @@ struct srv_server {
     bool informed, draining;
     uint64_t start_ns;
     int64_t created;
+    struct srv_answer *answers; /* under way */
 };
 
 struct srv_answer;
@@ -48,6 +49,8 @@ int srv_string_add(struct srv_string *s, const char *text, size_t n);
 /* One request on its way. */
 struct srv_answer {
     struct srv_server *server;
+    struct srv_answer *next, **at;
+    uint64_t written_ns; /* of the last event */
     struct srv_exchange *x;
     struct srv_job *job;
     const struct srv_format *format;
@@ -78,6 +81,11 @@ void srv_answer_end_stream(struct srv_answer *a);
 /* Starts on a checked request; takes what it needs of it. Answers by itself if that fails. */
 void srv_answer_start(struct srv_server *s, struct srv_exchange *x, struct srv_request *r);
 
+/* Every few seconds: streams in which nothing happened for a while (a long prompt is read) get a comment, so
+ * that nobody in between takes them for dead. */
+#define SRV_BEAT_S 5
+void srv_answers_beat(struct srv_server *s);
+
 /* Prompt's ids of a request, and the parser's needs; -EINVAL with the refusal filled. */
 int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *ret_ids,
                    struct inf_template_text *ret_text, struct srv_refusal *refusal);
@@ -101,6 +109,8 @@ const char *srv_model_name(const struct srv_server *s);
 bool srv_on_head(void *ctx, struct srv_exchange *x);
 void srv_on_request(void *ctx, struct srv_exchange *x);
 void srv_on_refuse(void *ctx, struct srv_exchange *x, int status, const char *why);
+
+void srv_on_done(void *ctx, const struct srv_exchange *x, int status, bool left); /* --verbose */
 
 /* 503 while requests can't be answered. */
 int srv_ready(struct srv_server *s, struct srv_refusal *refusal);

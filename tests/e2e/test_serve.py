@@ -2,6 +2,7 @@
 """inferd serve over plain HTTP: answers, refusals, limits, clients that leave, ends."""
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import INFERD, SLOW
+from conftest import INFERD, SLOW, prompts
 from serving import Server, events, stream
 
 
@@ -277,6 +278,21 @@ def test_a_prompt_is_given_up_between_two_layers(world):
     assert time.monotonic() - left < 1 * SLOW
 
 
+@pytest.mark.slow
+def test_a_long_read_keeps_its_stream_alive(world):
+    world.expertd("--link-gbps", "0.0003", "--floor", "1")
+    server = Server(world, "-v")
+    s = server.start_stream(prompt=prompts()["p1900"]["text"][:4000], max_tokens=5)
+    s.settimeout(30)
+    data = b""
+    while b"\n: still" not in data:
+        data += s.recv(4096)
+    assert data.startswith(b"HTTP/1.1 200 ")
+    s.close()
+    server.until_status(lambda t: not t["running"], "the reading stops")
+    assert re.search(r"127\.0\.0\.1 POST /v1/completions 200 left [\d.]+ ms", server.log()), server.log()
+
+
 def test_slow_readers_are_cut(world):
     world.expertd()
     server = Server(world, "--send-kb", "8", "--write-seconds", "2")
@@ -312,7 +328,9 @@ def test_64_connections_at_once(server):
 def test_a_full_queue_says_when_to_come_back(world):
     world.expertd("--link-gbps", "0.05")  # so that answers take a while
     server = Server(world, "--queue", "2")
-    streams = [server.start_stream(max_tokens=2000) for _ in range(3)]
+    streams = [server.start_stream(max_tokens=2000)]
+    server.until_status(lambda t: t["running"], "one runs")
+    streams += [server.start_stream(max_tokens=2000) for _ in range(2)]
     server.until_status(lambda t: t["queue"]["waiting"] == 2, "the queue is full")
     for path, body in [("/v1/completions", {"prompt": "x"}),
                        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})]:
