@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import INFERD, SLOW, prompts
+from conftest import BUILD, INFERD, SLOW, TOP, prompts
 from serving import Server, events, stream
 
 
@@ -531,3 +531,26 @@ def test_wrong_starts(world, tmp_path):
         s.listen(1)
         r = world.inferd("serve", "--listen", f"127.0.0.1:{s.getsockname()[1]}", check=False)
         assert r.returncode == 1 and "another program" in r.stderr
+
+
+def test_commands_of_the_readme(world):
+    section = (TOP / "README.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
+    commands = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    assert len(commands) > 5
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = "set -m\n" + "\n".join(f"{c}\necho; echo --" for c in commands) + "\nwait\n"
+    script = script.replace("8080", str(port)).replace("build/", f"{BUILD}/").replace(
+        "inferd serve", f"inferd serve --listen 127.0.0.1:{port}")
+    try:
+        r = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60 * SLOW, cwd=TOP,
+                           env={**os.environ, "XDG_RUNTIME_DIR": str(world.runtime)})
+        _, health, chat, completion, message, talk, _ = [p.strip() for p in r.stdout.split("--\n")][:7]
+        assert json.loads(health)["status"] == "ok", r.stderr
+        assert json.loads(chat)["choices"][0]["message"]["content"], chat
+        assert completion.endswith("data: [DONE]")
+        assert json.loads(message)["type"] == "message"
+        assert len(talk) > 20 and r.returncode == 0, r.stderr
+    finally:
+        world.ctl("stop", check=False)
