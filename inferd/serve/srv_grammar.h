@@ -80,7 +80,6 @@ enum srv_json {
     SRV_JSON_COUNT
 };
 int srv_build_json(struct srv_build *b, enum srv_json rule);
-int *srv_build_memo(struct srv_build *b, enum srv_json rule); /* where its node is remembered; -1: not made */
 
 /* The rule of a schema, to be called. */
 int srv_build_schema(struct srv_build *b, const json_t *schema, const char *path, struct shm_error *err);

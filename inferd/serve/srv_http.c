@@ -1,21 +1,16 @@
 /* SPDX-License-Identifier: MIT */
-#include "inferd/serve/srv_http.h"
+#include "inferd/serve/srv_http_priv.h"
 
 #include "shm/shm_bell.h"
 #include "shm/shm_error.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
-#include <event2/buffer.h>
-#include <event2/bufferevent.h>
-#include <event2/listener.h>
-#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #define AHEAD_MAX       65536 /* bytes a client may send before its response has ended */
@@ -24,50 +19,9 @@
 #define LINGER_MAX      (64u << 20)
 #define ACCEPT_AGAIN_MS 100
 
-enum state {
-    HEAD,   /* waits for a request's head */
-    BODY,   /* reads its body */
-    BUSY,   /* the handler has it */
-    FINISH, /* the last response leaves, then the connection ends */
-    LINGER, /* it has left: what the client still sends is thrown away, so that no reset overtakes the
-               response */
-    DEAD,   /* about to be freed */
-};
-
-struct srv_connection {
-    struct srv_http *http;
-    struct srv_connection *next, **at;
-    struct bufferevent *bev;
-    struct event *timer; /* time-outs of the state; and what must not run inside a callback */
-    enum state state;
-    bool started;    /* the response has begun */
-    bool chunked;    /* those are framed */
-    bool keep;       /* another request may follow */
-    bool in_process; /* no recursion */
-    int status;
-    uint64_t lingered;
-    char *head;
-    char *body;
-    size_t body_n, body_cap;
-    struct srv_chunked chunks;
-    struct evbuffer *headers; /* of the response */
-    struct srv_exchange x;
-    char peer[INET6_ADDRSTRLEN];
-};
-
-struct srv_http {
-    struct event_base *base;
-    struct srv_http_config config;
-    struct evconnlistener *listener;
-    struct event *accept_again;
-    struct srv_connection *connections;
-    struct srv_http_counters counters;
-    bool draining;
-};
-
 static void process(struct srv_connection *c);
 
-static void arm(struct srv_connection *c, unsigned s)
+void srv_http_arm(struct srv_connection *c, unsigned s)
 {
     struct timeval tv = {.tv_sec = s};
     event_add(c->timer, &tv);
@@ -123,11 +77,11 @@ static void linger(struct srv_connection *c)
     shutdown(bufferevent_getfd(c->bev), SHUT_WR);
     bufferevent_disable(c->bev, EV_WRITE);
     evbuffer_drain(bufferevent_get_input(c->bev), evbuffer_get_length(bufferevent_get_input(c->bev)));
-    arm(c, LINGER_S);
+    srv_http_arm(c, LINGER_S);
 }
 
 /* The response is complete in the output queue. */
-static void finished(struct srv_connection *c)
+void srv_http_finished(struct srv_connection *c)
 {
     bool again = c->keep && !c->http->draining;
     c->http->counters.busy--;
@@ -139,10 +93,10 @@ static void finished(struct srv_connection *c)
     if (!again) {
         event_del(c->timer);
         if (!evbuffer_get_length(bufferevent_get_output(c->bev)))
-            arm(c, 0); /* all sent already: nothing else would tell */
+            srv_http_arm(c, 0); /* all sent already: nothing else would tell */
         return;
     }
-    arm(c, c->http->config.idle_s);
+    srv_http_arm(c, c->http->config.idle_s);
     if (!c->in_process)
         bufferevent_trigger(c->bev, EV_READ, BEV_TRIG_DEFER_CALLBACKS | BEV_TRIG_IGNORE_WATERMARKS);
 }
@@ -176,7 +130,7 @@ static bool read_head(struct srv_connection *c, struct evbuffer *in)
         return false;
     if (!c->x.start_ns) {
         c->x.start_ns = shm_now_ns();
-        arm(c, h->config.header_s);
+        srv_http_arm(c, h->config.header_s);
     }
     struct evbuffer_ptr end = evbuffer_search(in, "\r\n\r\n", 4, NULL);
     if (end.pos < 0 || (size_t)end.pos + 4 > h->config.header_max) {
@@ -215,7 +169,7 @@ static bool read_head(struct srv_connection *c, struct evbuffer *in)
     c->keep = keep;
     h->counters.busy--;
     c->state = BODY;
-    arm(c, h->config.body_s);
+    srv_http_arm(c, h->config.body_s);
     if (has_body && c->x.head.expect_continue && !evbuffer_get_length(in))
         evbuffer_add_printf(bufferevent_get_output(c->bev), "HTTP/1.1 100 Continue\r\n\r\n");
     return true;
@@ -409,7 +363,7 @@ static void on_accept(struct evconnlistener *l, evutil_socket_t fd, struct socka
     bufferevent_setcb(c->bev, on_read, on_write, on_event, c);
     bufferevent_set_timeouts(c->bev, NULL, &write);
     bufferevent_enable(c->bev, EV_READ | EV_WRITE);
-    arm(c, h->config.header_s);
+    srv_http_arm(c, h->config.header_s);
     if (++h->counters.connections >= h->config.connections_max)
         evconnlistener_disable(l); /* the others wait in the kernel's queue */
 }
@@ -490,109 +444,4 @@ void srv_http_drain(struct srv_http *h)
 const struct srv_http_counters *srv_http_counters(const struct srv_http *h)
 {
     return &h->counters;
-}
-
-static const char *reason(int status)
-{
-    switch (status) {
-    case 200:
-        return "OK";
-    case 204:
-        return "No Content";
-    case 400:
-        return "Bad Request";
-    case 401:
-        return "Unauthorized";
-    case 403:
-        return "Forbidden";
-    case 404:
-        return "Not Found";
-    case 405:
-        return "Method Not Allowed";
-    case 408:
-        return "Request Timeout";
-    case 413:
-        return "Content Too Large";
-    case 429:
-        return "Too Many Requests";
-    case 431:
-        return "Request Header Fields Too Large";
-    case 503:
-        return "Service Unavailable";
-    default:
-        return status < 500 ? "Refused" : "Error";
-    }
-}
-
-void srv_header(struct srv_exchange *x, const char *name, const char *value)
-{
-    evbuffer_add_printf(x->connection->headers, "%s: %s\r\n", name, value);
-}
-
-/* Status line and headers; `bytes` < 0: in pieces. */
-static void begin(struct srv_connection *c, int status, const char *type, int64_t bytes)
-{
-    struct evbuffer *out = bufferevent_get_output(c->bev);
-    time_t now = time(NULL);
-    struct tm tm;
-    char date[40];
-    strftime(date, sizeof date, "%a, %d %b %Y %H:%M:%S GMT", gmtime_r(&now, &tm));
-    c->started = true;
-    c->status = status;
-    c->chunked = bytes < 0 && c->x.head.minor == 1;
-    if (c->http->draining || (bytes < 0 && !c->chunked))
-        c->keep = false;
-    evbuffer_add_printf(out, "HTTP/1.1 %d %s\r\nDate: %s\r\n", status, reason(status), date);
-    if (type)
-        evbuffer_add_printf(out, "Content-Type: %s\r\n", type);
-    if (c->chunked)
-        evbuffer_add_printf(out, "Transfer-Encoding: chunked\r\n");
-    else if (bytes >= 0 && status != 204)
-        evbuffer_add_printf(out, "Content-Length: %lld\r\n", (long long)bytes);
-    if (!c->keep || c->x.head.minor == 0)
-        evbuffer_add_printf(out, "Connection: %s\r\n", c->keep ? "keep-alive" : "close");
-    evbuffer_add_buffer(out, c->headers);
-    evbuffer_add(out, "\r\n", 2);
-}
-
-void srv_reply(struct srv_exchange *x, int status, const char *type, const char *body, size_t n)
-{
-    struct srv_connection *c = x->connection;
-    begin(c, status, type, (int64_t)n);
-    if (!x->head.method || strcmp(x->head.method, "HEAD") != 0)
-        evbuffer_add(bufferevent_get_output(c->bev), body, n);
-    finished(c);
-}
-
-void srv_stream_begin(struct srv_exchange *x, int status, const char *type)
-{
-    begin(x->connection, status, type, -1);
-}
-
-int srv_stream_write(struct srv_exchange *x, const char *data, size_t n)
-{
-    struct srv_connection *c = x->connection;
-    struct evbuffer *out = bufferevent_get_output(c->bev);
-    if (!n)
-        return 0;
-    if (evbuffer_get_length(out) + n > c->http->config.output_max) {
-        if (!event_pending(c->timer, EV_TIMEOUT, NULL))
-            c->http->counters.slow++;
-        arm(c, 0);
-        return -ENOBUFS;
-    }
-    if (c->chunked)
-        evbuffer_add_printf(out, "%zx\r\n", n);
-    evbuffer_add(out, data, n);
-    if (c->chunked)
-        evbuffer_add(out, "\r\n", 2);
-    return 0;
-}
-
-void srv_stream_end(struct srv_exchange *x)
-{
-    struct srv_connection *c = x->connection;
-    if (c->chunked)
-        evbuffer_add(bufferevent_get_output(c->bev), "0\r\n\r\n", 5);
-    finished(c);
 }

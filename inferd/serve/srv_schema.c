@@ -7,7 +7,7 @@
  * $defs, and annotations. Any other keyword is refused by name: an answer never breaks a rule that was given.
  * Objects get their properties in the schema's order, and no others where it lists some.
  */
-#include "inferd/serve/srv_grammar.h"
+#include "inferd/serve/srv_grammar_priv.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -15,172 +15,9 @@
 #include <string.h>
 
 #define ITEMS_MAX   1024
-#define LENGTH_MAX  8192
+#define LENGTH_MAX  4096
 #define RULES_MAX   4096
 #define NESTING_MAX 64
-#define INDENT_MAX  20
-
-static int literal(struct srv_build *b, const char *text, int next)
-{
-    return srv_build_bytes(b, text, strlen(text), next);
-}
-
-/* Nothing, a space, or a line break and some indentation. Bounded, so that a model can't write space for
- * ever. */
-static int rule_space(struct srv_build *b)
-{
-    int end = srv_build_return(b), indent = end;
-    for (int i = 0; i < INDENT_MAX; i++)
-        indent = srv_build_either(b, srv_build_bytes(b, " ", 1, indent), end);
-    return srv_build_either(
-        b, end, srv_build_either(b, srv_build_bytes(b, " ", 1, end), srv_build_bytes(b, "\n", 1, indent)));
-}
-
-/* One character of a string: well-formed UTF-8 or an escape. Escaped halves of pairs come in pairs. */
-static int rule_char(struct srv_build *b)
-{
-    int end = srv_build_return(b), tail1 = srv_build_class(b, "\x80\xBF", end);
-    int tail2 = srv_build_class(b, "\x80\xBF", tail1);
-    int all = srv_build_class(b, "  !!#[]\x7F", end);
-    all = srv_build_either(b, all, srv_build_class(b, "\xC2\xDF", tail1));
-    all = srv_build_either(b, all, srv_build_bytes(b, "\xE0", 1, srv_build_class(b, "\xA0\xBF", tail1)));
-    all = srv_build_either(b, all, srv_build_class(b, "\xE1\xEC\xEE\xEF", tail2));
-    all = srv_build_either(b, all, srv_build_bytes(b, "\xED", 1, srv_build_class(b, "\x80\x9F", tail1)));
-    all = srv_build_either(b, all, srv_build_bytes(b, "\xF0", 1, srv_build_class(b, "\x90\xBF", tail2)));
-    all = srv_build_either(b, all, srv_build_class(b, "\xF1\xF3", srv_build_class(b, "\x80\xBF", tail2)));
-    all = srv_build_either(b, all, srv_build_bytes(b, "\xF4", 1, srv_build_class(b, "\x80\x8F", tail2)));
-    int hex1 = srv_build_class(b, "09afAF", end), hex2 = srv_build_class(b, "09afAF", hex1);
-    int hex3 = srv_build_class(b, "09afAF", hex2);
-    int low = literal(b, "\\u", srv_build_class(b, "ddDD", srv_build_class(b, "cfCF", hex2)));
-    int high = srv_build_class(b, "89abAB", srv_build_class(b, "09afAF", srv_build_class(b, "09afAF", low)));
-    int code = srv_build_class(b, "09acAC", hex3);
-    code = srv_build_either(b, code, srv_build_class(b, "eeEEffFF", hex3));
-    code = srv_build_either(
-        b, code, srv_build_class(b, "ddDD", srv_build_either(b, srv_build_class(b, "07", hex2), high)));
-    int escape = srv_build_either(b, srv_build_class(b, "\"\"\\\\//bbffnnrrtt", end),
-                                  srv_build_bytes(b, "u", 1, code));
-    return srv_build_either(b, all, srv_build_bytes(b, "\\", 1, escape));
-}
-
-static int rule_string(struct srv_build *b)
-{
-    int loop = srv_build_later(b), character = srv_build_json(b, SRV_JSON_CHAR);
-    srv_build_set(b, loop,
-                  srv_build_either(b, srv_build_bytes(b, "\"", 1, srv_build_return(b)),
-                                   srv_build_call(b, character, loop)));
-    return srv_build_bytes(b, "\"", 1, loop);
-}
-
-/* At least one digit, up to `most`. */
-static int digits(struct srv_build *b, int most, int next)
-{
-    int at = next;
-    for (int i = 1; i < most; i++)
-        at = srv_build_either(b, srv_build_class(b, "09", at), next);
-    return srv_build_class(b, "09", at);
-}
-
-static int rule_integer(struct srv_build *b, int next)
-{
-    int rest = srv_build_either(b, digits(b, 15, next), next);
-    int positive = srv_build_either(b, srv_build_bytes(b, "0", 1, next), srv_build_class(b, "19", rest));
-    return srv_build_either(b, positive, srv_build_bytes(b, "-", 1, positive));
-}
-
-static int rule_number(struct srv_build *b)
-{
-    int end = srv_build_return(b), exponent = digits(b, 2, end);
-    exponent =
-        srv_build_class(b, "eeEE", srv_build_either(b, srv_build_class(b, "++--", exponent), exponent));
-    int tail = srv_build_either(b, exponent, end);
-    int fraction = srv_build_bytes(b, ".", 1, digits(b, 16, tail));
-    return rule_integer(b, srv_build_either(b, fraction, tail));
-}
-
-static int space(struct srv_build *b, int next)
-{
-    return srv_build_call(b, srv_build_json(b, SRV_JSON_SPACE), next);
-}
-
-/* KEY: VALUE, ... of one rule. */
-static int rule_map(struct srv_build *b, int value)
-{
-    int close = space(b, srv_build_bytes(b, "}", 1, srv_build_return(b)));
-    int loop = srv_build_later(b), pair = srv_build_later(b);
-    srv_build_set(b, loop, srv_build_either(b, close, srv_build_bytes(b, ",", 1, space(b, pair))));
-    int call = srv_build_call(b, value, loop);
-    srv_build_set(
-        b, pair,
-        srv_build_call(b, srv_build_json(b, SRV_JSON_STRING), srv_build_bytes(b, ":", 1, space(b, call))));
-    return srv_build_bytes(
-        b, "{", 1, srv_build_either(b, srv_build_bytes(b, "}", 1, srv_build_return(b)), space(b, pair)));
-}
-
-/* [VALUE, ...], at least `least`, at most `most` (below 0: any number) of them. */
-static int rule_list(struct srv_build *b, int value, int least, int most)
-{
-    int end = srv_build_bytes(b, "]", 1, srv_build_return(b)), close = space(b, end), at;
-    if (most < 0) { /* `at`: behind a value that is not one of the first `least` */
-        int loop = srv_build_later(b);
-        srv_build_set(
-            b, loop,
-            srv_build_either(b, close, srv_build_bytes(b, ",", 1, space(b, srv_build_call(b, value, loop)))));
-        at = loop;
-        most = least > 1 ? least : 1;
-    } else {
-        at = close;
-    }
-    if (most == 0)
-        return srv_build_bytes(b, "[", 1, end);
-    for (int n = most - 1; n >= 1; n--) { /* behind n values */
-        int more = srv_build_bytes(b, ",", 1, space(b, srv_build_call(b, value, at)));
-        at = n >= least ? srv_build_either(b, close, more) : more;
-    }
-    int first = space(b, srv_build_call(b, value, at));
-    return srv_build_bytes(b, "[", 1, least > 0 ? first : srv_build_either(b, end, first));
-}
-
-/* Through a JUMP, so that rules may call each other. */
-static int make(struct srv_build *b, enum srv_json rule)
-{
-    switch (rule) {
-    case SRV_JSON_SPACE:
-        return rule_space(b);
-    case SRV_JSON_CHAR:
-        return rule_char(b);
-    case SRV_JSON_STRING:
-        return rule_string(b);
-    case SRV_JSON_NUMBER:
-        return rule_number(b);
-    case SRV_JSON_INTEGER:
-        return rule_integer(b, srv_build_return(b));
-    case SRV_JSON_OBJECT:
-        return rule_map(b, srv_build_json(b, SRV_JSON_VALUE));
-    case SRV_JSON_ARRAY:
-        return rule_list(b, srv_build_json(b, SRV_JSON_VALUE), 0, -1);
-    default:
-        break;
-    }
-    int end = srv_build_return(b);
-    int all = srv_build_call(b, srv_build_json(b, SRV_JSON_STRING), end);
-    all = srv_build_either(b, all, srv_build_call(b, srv_build_json(b, SRV_JSON_NUMBER), end));
-    all = srv_build_either(b, all, srv_build_call(b, srv_build_json(b, SRV_JSON_OBJECT), end));
-    all = srv_build_either(b, all, srv_build_call(b, srv_build_json(b, SRV_JSON_ARRAY), end));
-    all = srv_build_either(b, all, literal(b, "true", end));
-    all = srv_build_either(b, all, literal(b, "false", end));
-    return srv_build_either(b, all, literal(b, "null", end));
-}
-
-int srv_build_json(struct srv_build *b, enum srv_json rule)
-{
-    int *memo = srv_build_memo(b, rule);
-    if (*memo >= 0)
-        return *memo;
-    int later = srv_build_later(b);
-    *memo = later;
-    srv_build_set(b, later, make(b, rule));
-    return later;
-}
 
 int srv_grammar_json(struct shm_error *err, struct srv_grammar **ret_grammar)
 {
@@ -248,7 +85,7 @@ static int constant(struct compile *c, const json_t *value, const char *path, in
     char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
     if (!text)
         return shm_error_set(c->err, EINVAL, "%s: a value that cannot be written", path);
-    int node = literal(c->b, text, next);
+    int node = srv_build_text(c->b, text, next);
     free(text);
     return node;
 }
@@ -363,13 +200,13 @@ static int of_object(struct compile *c, const json_t *schema, const char *path, 
     int end = srv_build_return(b);
     if (!n) {
         if (json_is_false(others))
-            return srv_build_bytes(b, "{", 1, space(b, srv_build_bytes(b, "}", 1, end)));
+            return srv_build_bytes(b, "{", 1, srv_build_space(b, srv_build_bytes(b, "}", 1, end)));
         if (!json_is_object(others))
             return srv_build_call(b, srv_build_json(b, SRV_JSON_OBJECT), end);
         char at[200];
         snprintf(at, sizeof at, "%.170s.additionalProperties", path);
         int rule = schema_rule(c, others, at, nesting + 1);
-        return rule < 0 ? rule : rule_map(b, rule);
+        return rule < 0 ? rule : srv_build_map(b, rule);
     }
     const char **keys = calloc(n, sizeof *keys), *key;
     json_t *value;
@@ -377,18 +214,19 @@ static int of_object(struct compile *c, const json_t *schema, const char *path, 
     if (!keys)
         return -ENOMEM;
     json_object_foreach((json_t *)properties, key, value) keys[i++] = key;
-    int close = space(b, srv_build_bytes(b, "}", 1, end)), first = close, later = close;
+    int close = srv_build_space(b, srv_build_bytes(b, "}", 1, end)), first = close, later = close;
     while (i-- > 0 && later >= 0 && first >= 0) {
         char at[200];
         snprintf(at, sizeof at, "%.100s.properties.%.60s", path, keys[i]);
         int rule = schema_rule(c, json_object_get(properties, keys[i]), at, nesting + 1);
         json_t *name = json_string(keys[i]);
-        int pair = rule < 0 ? rule : srv_build_bytes(b, ":", 1, space(b, srv_build_call(b, rule, later)));
+        int pair =
+            rule < 0 ? rule : srv_build_bytes(b, ":", 1, srv_build_space(b, srv_build_call(b, rule, later)));
         if (pair >= 0)
             pair = constant(c, name, path, pair);
         json_decref(name);
         bool optional = !is_required(required, keys[i]);
-        int one = space(b, pair), other = srv_build_bytes(b, ",", 1, space(b, pair));
+        int one = srv_build_space(b, pair), other = srv_build_bytes(b, ",", 1, srv_build_space(b, pair));
         first = optional ? srv_build_either(b, one, first) : one;
         later = optional ? srv_build_either(b, other, later) : other;
     }
@@ -408,7 +246,7 @@ static int of_array(struct compile *c, const json_t *schema, const char *path, i
     char at[200];
     snprintf(at, sizeof at, "%.180s.items", path);
     int rule = items ? schema_rule(c, items, at, nesting + 1) : srv_build_json(c->b, SRV_JSON_VALUE);
-    return rule < 0 ? rule : rule_list(c->b, rule, least, most);
+    return rule < 0 ? rule : srv_build_list(c->b, rule, least, most);
 }
 
 static int of_string(struct compile *c, const json_t *schema, const char *path)
@@ -451,9 +289,9 @@ static int of_type(struct compile *c, const json_t *schema, const char *type, co
     if (strcmp(type, "integer") == 0)
         return srv_build_call(b, srv_build_json(b, SRV_JSON_INTEGER), end);
     if (strcmp(type, "boolean") == 0)
-        return srv_build_either(b, literal(b, "true", end), literal(b, "false", end));
+        return srv_build_either(b, srv_build_text(b, "true", end), srv_build_text(b, "false", end));
     if (strcmp(type, "null") == 0)
-        return literal(b, "null", end);
+        return srv_build_text(b, "null", end);
     return shm_error_set(c->err, EINVAL, "%s.type: '%.40s' is no type", path, type);
 }
 

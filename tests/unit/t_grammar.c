@@ -263,3 +263,31 @@ Test(grammar, random_walks_under_masks_write_json)
     srv_vocab_destroy(&vocab);
     inf_tokenizer_destroy(&tok);
 }
+
+/* More states than are kept: what was remembered is thrown away, the place in the text is not. */
+Test(grammar, long_texts_start_to_remember_anew)
+{
+    struct inf_tokenizer *tok = tok_fixture_tokenizer();
+    struct srv_vocab *vocab = srv_vocab_create(tok, inf_tokenizer_size(tok));
+    struct srv_grammar *g = schema("{\"type\":\"array\",\"items\":{\"anyOf\":[{\"type\":\"object\","
+                                   "\"properties\":{\"s\":{\"type\":\"string\",\"maxLength\":"
+                                   "4096}},\"required\":[\"s\"]},{\"type\":\"array\",\"items\":{\"type\":"
+                                   "\"string\",\"maxLength\":4096}}]}}");
+    int32_t letter = inf_tokenizer_find(tok, "a", 1), quote = inf_tokenizer_find(tok, "\"", 1);
+    static const char *const before[] = {"[[\"", "\"],{\"s\":\""};
+    for (int part = 0; part < 2; part++) {
+        cr_assert_eq(srv_grammar_accept(g, before[part], strlen(before[part])), 0);
+        for (int i = 0; i < 4096; i++) {
+            const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0);
+            cr_assert(mask && allowed(mask, letter) && allowed(mask, quote), "%d", i);
+            cr_assert_eq(srv_grammar_accept(g, "a", 1), 0, "%d", i);
+        }
+        const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0);
+        cr_assert(mask && !allowed(mask, letter) && allowed(mask, quote));
+    }
+    cr_assert_eq(srv_grammar_accept(g, "\"}]", 3), 0);
+    cr_assert(srv_grammar_must_end(g));
+    srv_grammar_destroy(&g);
+    srv_vocab_destroy(&vocab);
+    inf_tokenizer_destroy(&tok);
+}

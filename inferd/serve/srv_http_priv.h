@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: MIT */
+/* Inside of the HTTP server: connections (srv_http.c) and what is written on them (srv_http_reply.c). */
+#ifndef SRV_HTTP_PRIV_H
+#define SRV_HTTP_PRIV_H
+
+#include "inferd/serve/srv_http.h"
+
+#include <event2/buffer.h>
+#include <event2/bufferevent.h>
+#include <event2/listener.h>
+#include <netinet/in.h>
+
+enum srv_http_state {
+    HEAD,   /* waits for a request's head */
+    BODY,   /* reads its body */
+    BUSY,   /* the handler has it */
+    FINISH, /* the last response leaves, then the connection ends */
+    LINGER, /* it has left: what the client still sends is thrown away, so that no reset overtakes the
+               response */
+    DEAD,   /* about to be freed */
+};
+
+struct srv_connection {
+    struct srv_http *http;
+    struct srv_connection *next, **at;
+    struct bufferevent *bev;
+    struct event *timer; /* time-outs of the state; and what must not run inside a callback */
+    enum srv_http_state state;
+    bool started;    /* the response has begun */
+    bool chunked;    /* those are framed */
+    bool keep;       /* another request may follow */
+    bool in_process; /* no recursion */
+    int status;
+    uint64_t lingered;
+    char *head;
+    char *body;
+    size_t body_n, body_cap;
+    struct srv_chunked chunks;
+    struct evbuffer *headers; /* of the response */
+    struct srv_exchange x;
+    char peer[INET6_ADDRSTRLEN];
+};
+
+struct srv_http {
+    struct event_base *base;
+    struct srv_http_config config;
+    struct evconnlistener *listener;
+    struct event *accept_again;
+    struct srv_connection *connections;
+    struct srv_http_counters counters;
+    bool draining;
+};
+
+/* Starts the time-out of the connection's state. 0: its handler runs from the event loop. */
+void srv_http_arm(struct srv_connection *c, unsigned s);
+
+/* The response is complete in the output queue: the exchange ends. */
+void srv_http_finished(struct srv_connection *c);
+
+#endif
