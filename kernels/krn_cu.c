@@ -79,6 +79,7 @@ struct krn_cu {
     struct krn_cuda_device *device;
     void *module[MODULES];
     void *function[KERNEL_COUNT];
+    krn_cuda_ptr sums; /* Hopper's prompt attention: KRN_CU_SUMS_BYTES a multiprocessor */
 };
 
 static uint32_t div_up(uint64_t a, uint32_t b)
@@ -107,6 +108,11 @@ int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct 
                               : 0;
         rc = krn_cuda_kernel(cu->module[kernels[k].module], kernels[k].name, shared, &cu->function[k], err);
     }
+    size_t sums = (size_t)device->multiprocessors * KRN_CU_SUMS_BYTES;
+    if (rc == 0 && cu->module[M_attn_sm90])
+        rc = KRN_CUDA(mem_alloc, &cu->sums, sums) || KRN_CUDA(memset_8_async, cu->sums, 0, sums, NULL)
+                 ? -ENOMEM
+                 : 0;
     if (rc) {
         krn_cu_destroy(&cu);
         return rc;
@@ -122,6 +128,8 @@ void krn_cu_destroy(struct krn_cu **cu)
     for (int m = 0; m < MODULES; m++)
         if ((*cu)->module[m])
             krn_cuda.module_unload((*cu)->module[m]);
+    if ((*cu)->sums)
+        krn_cuda.mem_free((*cu)->sums);
     free(*cu);
     *cu = NULL;
 }
@@ -278,32 +286,54 @@ static float score_scale(uint32_t head_dim)
     return (float)(1.4426950408889634 / sqrt((double)head_dim));
 }
 
+/* Hopper's kernel: blocks take (queries, head) items whole, but for the last ones, which would leave blocks
+ * idle: those they share evenly, if none has to be cut more than once. */
+static int attention_sm90(struct krn_cu *cu, void *stream, struct krn_cu_attention_args *a)
+{
+    bool wide = a->head_dim == 128;
+    uint32_t groups = wide ? 2 : 3, queries = groups * 64, tiles = div_up(a->tokens, queries),
+             items = a->heads * tiles, blocks = (uint32_t)cu->device->multiprocessors, longest = 0;
+    if (blocks > items)
+        blocks = items;
+    a->sums = cu->sums;
+    a->whole = items;
+    if (blocks && items % blocks)
+        a->whole = (items / blocks - 1) * blocks;
+    for (uint32_t item = a->whole, alike; item < items; item += alike) {
+        uint64_t end = (uint64_t)(tiles - item / a->heads) * queries;
+        uint32_t keys = div_up(a->position + (end < a->tokens ? end : a->tokens), KRN_CU_SM90_KEYS);
+        alike = a->heads - item % a->heads;
+        a->rest += alike * keys;
+        longest = longest ? longest : keys;
+    }
+    if (longest > a->rest / (blocks ? blocks : 1)) {
+        a->whole = items;
+        a->rest = 0;
+    }
+    return launch(cu, wide ? K_attention_128_sm90 : K_attention_64_sm90,
+                  (struct grid){blocks, 1, 1, (groups + 1) * 128,
+                                2048 + (queries + 4 * KRN_CU_SM90_KEYS) * a->head_dim * 2},
+                  stream, a);
+}
+
 int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
                      uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr y)
 {
-    struct krn_cu_attention_args a = {q,
-                                      kv->k,
-                                      kv->v,
-                                      y,
-                                      tokens,
-                                      position,
-                                      heads,
-                                      kv->kv_heads,
-                                      kv->head_dim,
-                                      kv->ctx,
-                                      score_scale(kv->head_dim),
-                                      0};
+    struct krn_cu_attention_args a = {.q = q,
+                                      .k = kv->k,
+                                      .v = kv->v,
+                                      .y = y,
+                                      .tokens = tokens,
+                                      .position = position,
+                                      .heads = heads,
+                                      .kv_heads = kv->kv_heads,
+                                      .head_dim = kv->head_dim,
+                                      .ctx = kv->ctx,
+                                      .scale_log2 = score_scale(kv->head_dim)};
     if ((kv->head_dim != 64 && kv->head_dim != 128) || kv->ctx % KRN_CU_KEY_BLOCK)
         return -EINVAL;
-    if (cu->module[M_attn_sm90]) { /* for any number of tokens: bits depend on the kernel */
-        bool wide = kv->head_dim == 128;
-        uint32_t groups = wide ? 2 : 3, work = heads * div_up(tokens, groups * 64),
-                 blocks = (uint32_t)cu->device->multiprocessors;
-        return launch(cu, wide ? K_attention_128_sm90 : K_attention_64_sm90,
-                      (struct grid){work < blocks ? work : blocks, 1, 1, (groups + 1) * 128,
-                                    2048 + (groups * 64 + 4 * 128) * kv->head_dim * 2},
-                      stream, &a);
-    }
+    if (cu->module[M_attn_sm90])
+        return attention_sm90(cu, stream, &a); /* for any number of tokens: bits depend on the kernel */
     uint32_t shared = (KRN_CU_QUERY_BLOCK + 4 * KRN_CU_KEY_BLOCK) * kv->head_dim * 2;
     return launch(cu, kv->head_dim == 128 ? K_attention_128 : K_attention_64,
                   (struct grid){heads, div_up(tokens, KRN_CU_QUERY_BLOCK), 1, GEMM_THREADS, shared}, stream,

@@ -16,6 +16,9 @@
 #define KRN_CU_SPLIT_HEADS 8u    /* query heads that share its loads */
 #define KRN_CU_KEY_BLOCK   64u   /* keys of a step of prompt attention, at absolute multiples */
 #define KRN_CU_QUERY_BLOCK 128u
+#define KRN_CU_SM90_KEYS   128u /* on Hopper */
+#define KRN_CU_SUMS_BYTES                                                                                    \
+    104576u /* unfinished sums of a block of Hopper's prompt attention: 128 + 384 * 68 * 4 */
 
 /* Hidden rows are stored divided by this (exactly), so that f16 reaches to a million. */
 #define KRN_CU_HIDDEN_SCALE 16.0f
@@ -143,8 +146,11 @@ struct krn_cu_expert_args {
 
 struct krn_cu_attention_args {
     uint64_t q, k, v, y; /* f16 */
+    uint64_t sums;       /* Hopper: KRN_CU_SUMS_BYTES a block, flags zero before and after */
     uint32_t tokens, position, heads, kv_heads, head_dim, ctx;
     float scale_log2; /* log2(e) / sqrt(head_dim) */
+    uint32_t whole;   /* Hopper: (queries, head) items that blocks run whole; see krn_cu_attn_sm90.cu */
+    uint32_t rest;    /* key blocks of the others */
     uint32_t reserved;
 };
 

@@ -12,7 +12,7 @@
  */
 #include "kernels/krn_cu_sm90.cuh"
 
-#define KEYS     128
+#define KEYS     ((int)KRN_CU_SM90_KEYS)
 #define STAGES   2
 #define NEGATIVE __int_as_float(0xff800000)
 
@@ -45,21 +45,65 @@ DEV void fetch_rows(uint32_t target, const uint8_t *source, uint64_t stride, uin
         copy_async(target, source + (r < valid ? r : 0) * stride + piece * 16, r < valid);
 }
 
-/* One block of queries of one head; blocks of the grid take them in turn, the longest first, to and fro. */
+/* Queries of one head and the key blocks to run them over. */
 struct work {
-    uint32_t head, q0, n_queries, n_keys, blocks;
+    uint32_t head, q0, n_queries, n_keys, blocks, begin, end;
 };
-template <int QUERIES> DEV bool take_work(const krn_cu_attention_args &a, uint32_t round, work &w)
+
+template <int QUERIES> DEV void describe(const krn_cu_attention_args &a, uint32_t item, work &w)
 {
-    const uint32_t tiles = div_up(a.tokens, QUERIES);
-    const uint32_t i = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (i >= tiles * a.heads)
-        return false;
-    w.head = i % a.heads;
-    w.q0 = (tiles - 1 - i / a.heads) * QUERIES;
+    w.head = item % a.heads;
+    w.q0 = (div_up(a.tokens, QUERIES) - 1 - item / a.heads) * QUERIES; /* the longest first */
     w.n_queries = a.tokens - w.q0 < QUERIES ? a.tokens - w.q0 : QUERIES;
     w.n_keys = a.position + w.q0 + w.n_queries;
-    w.blocks = div_up(w.n_keys, KEYS);
+    w.blocks = w.end = div_up(w.n_keys, KEYS);
+    w.begin = 0;
+}
+
+/* The item of the rest that has its key block `at`, counted from the rest's first; at becomes the item's own. */
+template <int QUERIES> DEV uint32_t find_item(const krn_cu_attention_args &a, uint32_t &at, work &w)
+{
+    for (uint32_t item = a.whole;; item = (item / a.heads + 1) * a.heads) {
+        describe<QUERIES>(a, item, w); /* all heads of these queries are alike */
+        const uint32_t alike = (a.heads - w.head) * w.blocks;
+        if (at < alike) {
+            item += at / w.blocks;
+            at %= w.blocks;
+            return item;
+        }
+        at -= alike;
+    }
+}
+
+/*
+ * A block's work of a round. The first a.whole items go round the grid, to and fro. The rest, too few for
+ * another round, is cut into equal pieces of a.rest key blocks in all: a block begins with the item that ends
+ * its piece, whose later keys the next block runs at its end, from where this one left the sums. Who waits so
+ * waits for an earlier block of the grid.
+ */
+template <int QUERIES> DEV bool take_work(const krn_cu_attention_args &a, uint32_t round, work &w)
+{
+    const uint32_t rounds = div_up(a.whole, gridDim.x);
+    if (round < rounds) {
+        const uint32_t i =
+            round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (i < a.whole)
+            describe<QUERIES>(a, i, w);
+        return i < a.whole;
+    }
+    uint32_t from = (uint32_t)((uint64_t)a.rest * blockIdx.x / gridDim.x), first_at = from;
+    uint32_t to = (uint32_t)((uint64_t)a.rest * (blockIdx.x + 1) / gridDim.x), last_at = to - 1;
+    if (from == to)
+        return false;
+    const uint32_t first = find_item<QUERIES>(a, first_at, w), last = find_item<QUERIES>(a, last_at, w);
+    const uint32_t step = round - rounds;
+    if (step > last - first)
+        return false;
+    describe<QUERIES>(a, step == 0 ? last : step == last - first ? first : first + step, w);
+    if (step == 0)
+        w.end = last_at + 1;
+    if (step == last - first)
+        w.begin = first_at;
     return true;
 }
 
@@ -95,7 +139,8 @@ template <int HD, int GROUPS> DEV void produce(const krn_cu_attention_args &a, u
         open = full;
     };
     work w = {};
-    for (uint32_t round = 0, n = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.blocks) {
+    for (uint32_t round = 0, n = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.end) {
+        n -= w.begin; /* block + n: blocks before it, of this and earlier work */
         const uint64_t kv = (uint64_t)(w.head / (a.heads / a.kv_heads)) * a.ctx * HD * 2;
         auto fetch = [&](uint32_t block, uint32_t full, uint32_t empty, uint32_t place, uint64_t source) {
             const uint32_t stage = (n + block) % STAGES;
@@ -109,10 +154,10 @@ template <int HD, int GROUPS> DEV void produce(const krn_cu_attention_args &a, u
         fetch_rows<HD, L::QUERIES>(base + L::Q, at<uint8_t>(a.q) + w.q0 * q_stride + w.head * HD * 2,
                                    q_stride, w.n_queries);
         end(FULL_Q);
-        for (uint32_t block = 0; block <= w.blocks; block++) {
-            if (block < w.blocks)
+        for (uint32_t block = w.begin; block <= w.end; block++) {
+            if (block < w.end)
                 fetch(block, FULL_K, EMPTY_K, L::K, a.k);
-            if (block)
+            if (block > w.begin)
                 fetch(block - 1, FULL_V, EMPTY_V, L::V, a.v);
         }
     }
@@ -166,13 +211,14 @@ DEV void mask(float (&s)[KEYS / 2], int past)
 template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, uint32_t base)
 {
     using L = layout<HD, GROUPS>;
+    constexpr int THREADS = 128 * (GROUPS + 1);
     const uint32_t group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const uint32_t first_row = group * 64, row = first_row + warp * 16 + lane / 4;
     const uint32_t turn = 1 + group, next = 1 + (group + 1) % GROUPS;
     const uint64_t q = matrix_view(base + L::Q + first_row * 128, L::Q_PANEL);
     float o[HD / 2], s[KEYS / 2], row_max[2], row_sum[2], shrink[2];
     uint32_t p[KEYS / 16][4];
-    uint32_t n = 0; /* key blocks of earlier work */
+    uint32_t n = 0; /* block + n: key blocks before it, of this and earlier work */
     work w = {};
 
     auto await = [&](uint32_t full, uint32_t block) {
@@ -195,7 +241,7 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
     auto scored = [&](uint32_t block) {
         wg_pin(s);
         leave(EMPTY_K + (n + block) % STAGES);
-        if (block + 1 == w.blocks)
+        if (block + 1 == w.end)
             leave(EMPTY_Q);
     };
     /* o += p * v */
@@ -225,24 +271,52 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
             p[i / 4][i % 4] = pack_f16(s[2 * i], s[2 * i + 1]);
     };
 
-    if (group == GROUPS - 1)
-        turn_give(next, 256); /* the first warpgroup begins */
-    for (uint32_t round = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.blocks) {
+    auto shrink_sums = [&]() {
 #pragma unroll
         for (int i = 0; i < HD / 2; i++)
-            o[i] = 0.0f;
-        row_max[0] = row_max[1] = NEGATIVE;
-        row_sum[0] = row_sum[1] = 0.0f;
+            o[i] *= shrink[i >> 1 & 1];
+    };
+    /* A block's unfinished sums in global memory: a flag a warp, then each thread's floats. */
+    auto flag_of = [&](uint32_t block) {
+        return at<uint32_t>(a.sums + (uint64_t)block * KRN_CU_SUMS_BYTES) + threadIdx.x / 32;
+    };
+    auto sums_of = [&](uint32_t block) {
+        return at<float>(a.sums + (uint64_t)block * KRN_CU_SUMS_BYTES) + 32 + threadIdx.x;
+    };
+
+    if (group == GROUPS - 1)
+        turn_give(next, 256); /* the first warpgroup begins */
+    for (uint32_t round = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.end) {
+        n -= w.begin;
+        if (w.begin == 0) {
+#pragma unroll
+            for (int i = 0; i < HD / 2; i++)
+                o[i] = 0.0f;
+            row_max[0] = row_max[1] = NEGATIVE;
+            row_sum[0] = row_sum[1] = 0.0f;
+        } else {
+            flag_take(flag_of(blockIdx.x - 1));
+            const float *sums = sums_of(blockIdx.x - 1);
+#pragma unroll
+            for (int i = 0; i < HD / 2; i++)
+                o[i] = load_fresh(sums + i * THREADS);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                row_max[h] = load_fresh(sums + (HD / 2 + h) * THREADS);
+                row_sum[h] = load_fresh(sums + (HD / 2 + 2 + h) * THREADS);
+            }
+        }
         barrier_wait(base + FULL_Q * 8, round & 1);
-        await(FULL_K, 0);
-        score(0);
+        await(FULL_K, w.begin);
+        score(w.begin);
         wg_wait<0>();
-        scored(0);
-        soften_block(0);
+        scored(w.begin);
+        soften_block(w.begin);
+        shrink_sums();
         pack();
-        for (uint32_t block = 1; block < w.blocks; block++) {
-            if (block == 1)
-                await(FULL_K, 1);
+        for (uint32_t block = w.begin + 1; block < w.end; block++) {
+            if (block == w.begin + 1)
+                await(FULL_K, block);
             turn_wait(turn, 256);
             score(block);
             weigh(block - 1);
@@ -252,17 +326,28 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
             soften_block(block);
             /* The wait for the next keys stands here so that the compiler leaves the exponentials before it:
              * they are computed while the older products run. */
-            if (block + 1 < w.blocks)
+            if (block + 1 < w.end)
                 await(FULL_K, block + 1);
             weighed(block - 1);
             wg_pin(s);
-#pragma unroll
-            for (int i = 0; i < HD / 2; i++)
-                o[i] *= shrink[i >> 1 & 1];
+            shrink_sums();
             pack();
         }
-        weigh(w.blocks - 1);
-        weighed(w.blocks - 1);
+        weigh(w.end - 1);
+        weighed(w.end - 1);
+        if (w.end < w.blocks) {
+            float *sums = sums_of(blockIdx.x);
+#pragma unroll
+            for (int i = 0; i < HD / 2; i++)
+                sums[i * THREADS] = o[i];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                sums[(HD / 2 + h) * THREADS] = row_max[h];
+                sums[(HD / 2 + 2 + h) * THREADS] = row_sum[h];
+            }
+            flag_raise(flag_of(blockIdx.x));
+            continue;
+        }
 
         uint32_t *y = at<uint32_t>(a.y);
 #pragma unroll

@@ -145,6 +145,35 @@ DEV void turn_give(uint32_t id, uint32_t threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/* What the warp stored is for whoever takes the flag next; until then no other may raise it. */
+DEV void flag_raise(uint32_t *flag)
+{
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+/* Waits until the flag is up, takes it down. */
+DEV void flag_take(uint32_t *flag)
+{
+    uint32_t up;
+    do
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
+    while (!up);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
+}
+
+/* Past the multiprocessor's own cache. */
+DEV float load_fresh(const float *p)
+{
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+    return x;
+}
+
 template <int N> DEV void registers_take()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

@@ -145,8 +145,9 @@ int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struc
     const char *shared_max = getenv("EMU_SHARED_MAX"); /* of a smaller GPU */
     if (shared_max)
         device.shared_max = atoi(shared_max);
-    const char *hopper = getenv("EMU_HOPPER"); /* kernels of its own, where there are such */
+    const char *hopper = getenv("EMU_HOPPER"); /* its own kernels, on so many multiprocessors */
     device.major = hopper ? 9 : 8;
+    device.multiprocessors = hopper ? atoi(hopper) : device.multiprocessors;
     *ret_device = &device;
     return 0;
 }

@@ -134,6 +134,23 @@ static inline void turn_give(uint32_t id, uint32_t threads)
 {
     emu_turn(id, threads, false);
 }
+static inline void flag_raise(uint32_t *flag)
+{
+    __syncwarp();
+    *flag = 1;
+}
+static inline void flag_take(uint32_t *flag)
+{
+    if (!*flag)
+        abort(); /* blocks run one after another, in order */
+    __syncwarp();
+    *flag = 0;
+}
+static inline float load_fresh(const float *p)
+{
+    return *p;
+}
+
 template <int N> static inline void registers_take() {}
 template <int N> static inline void registers_give() {}
 

@@ -316,8 +316,9 @@ static void test_attention(void)
 {
     static const struct {
         uint32_t hd, heads, kv_heads, pos0, tokens;
-    } cases[] = {{128, 4, 2, 0, 1},     {128, 8, 1, 0, 63}, {128, 2, 2, 0, 130},   {128, 4, 1, 77, 300},
-                 {128, 3, 1, 511, 129}, {64, 4, 2, 0, 65},  {64, 12, 1, 200, 257}, {64, 2, 1, 1000, 1}};
+    } cases[] = {{128, 4, 2, 0, 1},     {128, 8, 1, 0, 63},    {128, 2, 2, 0, 130},
+                 {128, 4, 1, 77, 300},  {128, 3, 1, 511, 129}, {64, 4, 2, 0, 65},
+                 {64, 12, 1, 200, 257}, {64, 2, 1, 1000, 1},   {128, 64, 1, 200, 300}};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c += small ? 3 : 1) {
         const uint32_t hd = cases[c].hd, heads = cases[c].heads, kv_heads = cases[c].kv_heads,
                        pos0 = cases[c].pos0, tokens = cases[c].tokens, keys = pos0 + tokens;
