@@ -156,6 +156,16 @@ int exd_gguf_i32s(const struct exd_gguf *gguf, const char *key, struct exd_gguf_
                   struct shm_error *err);
 int32_t exd_gguf_i32_at(const struct exd_gguf_i32s *array, uint64_t index); /* index < count */
 
+/* Array of 32-bit floats, likewise. */
+struct exd_gguf_f32s {
+    uint64_t count;
+    const uint8_t *data;
+};
+
+int exd_gguf_f32s(const struct exd_gguf *gguf, const char *key, struct exd_gguf_f32s *ret_array,
+                  struct shm_error *err);
+float exd_gguf_f32_at(const struct exd_gguf_f32s *array, uint64_t index); /* index < count */
+
 /* Name of a ggml tensor type ("Q4_K"), also of those we cannot compute with;
  * "type N" is not invented: NULL for a number the format does not define. */
 const char *exd_gguf_type_name(uint32_t type);

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 #include "expertd/exd_gguf_priv.h"
 
@@ -279,4 +280,27 @@ int exd_gguf_i32s(const struct exd_gguf *gguf, const char *key, struct exd_gguf_
 int32_t exd_gguf_i32_at(const struct exd_gguf_i32s *array, uint64_t index)
 {
     return (int32_t)exd_le32(array->data + index * 4);
+}
+
+int exd_gguf_f32s(const struct exd_gguf *gguf, const char *key, struct exd_gguf_f32s *ret_array,
+                  struct shm_error *err)
+{
+    const struct exd_gguf_part *part = &gguf->part[0];
+    const struct exd_gguf_kv *kv = exd_gguf_part_find(part, key);
+
+    if (!kv)
+        return missing(part, key, err);
+    if (kv->type != EXD_GGUF_ARRAY || kv->elem_type != EXD_GGUF_F32)
+        return wrong_type(part, key, kv, "an array of 32-bit floats", err);
+    *ret_array = (struct exd_gguf_f32s){.count = kv->elem_count, .data = part->header + kv->value_offset};
+    return 0;
+}
+
+float exd_gguf_f32_at(const struct exd_gguf_f32s *array, uint64_t index)
+{
+    uint32_t bits = exd_le32(array->data + index * 4);
+    float value;
+
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }

@@ -80,9 +80,12 @@ static int check_tokenizer_names(struct exd_build *b)
 
     if (r < 0)
         return required(r);
+    if (str_is(t->model, "llama"))
+        return 0; /* cuts nothing beforehand */
     if (!str_is(t->model, "gpt2"))
         return shm_error_set(b->err, EINVAL,
-                             "%s: key tokenizer.ggml.model is %.*s; supported: gpt2 (byte-level BPE)",
+                             "%s: key tokenizer.ggml.model is %.*s; supported: gpt2 (byte-level BPE), llama "
+                             "(SentencePiece)",
                              exd_gguf_path(b->gguf), EXD_STR(t->model));
     r = exd_gguf_str(b->gguf, "tokenizer.ggml.pre", &t->pre, b->err);
     if (r < 0)
@@ -98,10 +101,29 @@ static int check_tokenizer_names(struct exd_build *b)
                          exd_gguf_path(b->gguf), EXD_STR(t->pre), b->arch->name, known);
 }
 
+/* What SentencePiece has in place of merges. */
+static int read_scores(struct exd_build *b)
+{
+    struct exd_tokenizer *t = &b->model->tok;
+    int r = exd_gguf_f32s(b->gguf, "tokenizer.ggml.scores", &t->scores, b->err);
+
+    if (r < 0)
+        return required(r);
+    if (t->scores.count != t->tokens.count)
+        return shm_error_set(b->err, EINVAL,
+                             "%s: key tokenizer.ggml.scores has %" PRIu64 " entries for %" PRIu64 " tokens",
+                             exd_gguf_path(b->gguf), t->scores.count, t->tokens.count);
+    t->add_space_prefix = true;
+    t->add_bos = t->bos != EXD_TOKEN_NONE;
+    r = exd_gguf_bool(b->gguf, "tokenizer.ggml.add_space_prefix", &t->add_space_prefix, b->err);
+    return r < 0 && r != -ENOENT ? r : 0;
+}
+
 static int read_tokenizer(struct exd_build *b)
 {
     struct exd_tokenizer *t = &b->model->tok;
     struct exd_hparams *hp = &b->model->hp;
+    bool spm;
     int r = check_tokenizer_names(b);
 
     if (r < 0)
@@ -122,7 +144,8 @@ static int read_tokenizer(struct exd_build *b)
                              "%s: key tokenizer.ggml.token_type has %" PRIu64 " entries for %" PRIu32
                              " tokens",
                              exd_gguf_path(b->gguf), t->types.count, hp->vocab);
-    r = exd_gguf_strings(b->gguf, "tokenizer.ggml.merges", &t->merges, b->err);
+    spm = str_is(t->model, "llama");
+    r = spm ? 0 : exd_gguf_strings(b->gguf, "tokenizer.ggml.merges", &t->merges, b->err);
     if (r < 0)
         return required(r);
     if (t->merges.count > EXD_VOCAB_MAX)
@@ -133,6 +156,8 @@ static int read_tokenizer(struct exd_build *b)
         (r = opt_token(b, "tokenizer.ggml.eos_token_id", &t->eos)) < 0 ||
         (r = opt_token(b, "tokenizer.ggml.eot_token_id", &t->eot)) < 0 ||
         (r = opt_token(b, "tokenizer.ggml.padding_token_id", &t->pad)) < 0)
+        return r;
+    if (spm && (r = read_scores(b)) < 0)
         return r;
     r = exd_gguf_bool(b->gguf, "tokenizer.ggml.add_bos_token", &t->add_bos, b->err);
     if (r < 0 && r != -ENOENT)

@@ -82,11 +82,13 @@ struct exd_layer {
 #define EXD_TOKEN_NONE UINT32_MAX
 
 struct exd_tokenizer {
-    struct exd_str model;           /* "gpt2": byte-level BPE */
-    struct exd_str pre;             /* name of the pre-tokenizer, "qwen2" */
+    struct exd_str model;           /* "gpt2": byte-level BPE; "llama": SentencePiece */
+    struct exd_str pre;             /* name of the pre-tokenizer, "qwen2"; len 0 beside "llama" */
     struct exd_gguf_strings tokens; /* count = vocab */
     struct exd_gguf_i32s types;     /* count = vocab, or 0 when the file has none */
-    struct exd_gguf_strings merges; /* "left right" */
+    struct exd_gguf_strings merges; /* "left right"; count 0 beside "llama" */
+    struct exd_gguf_f32s scores;    /* "llama": count = vocab; else 0 */
+    bool add_space_prefix;          /* "llama": true where the file says nothing */
     uint32_t bos, eos, eot, pad;    /* < vocab or EXD_TOKEN_NONE */
     bool add_bos;
     struct exd_str chat_template; /* raw; len 0 when absent */

@@ -73,6 +73,13 @@ static void put_tokenizer(struct builder *b, const struct exd_tokenizer *tok, st
             for (uint64_t i = 0; i < tok->types.count; i++)
                 ((int32_t *)(b->bytes + t.types))[i] = exd_gguf_i32_at(&tok->types, i);
     }
+    t.add_space_prefix = tok->add_space_prefix;
+    if (tok->scores.count) {
+        t.scores = take(b, tok->scores.count * 4, 8);
+        if (b->bytes)
+            for (uint64_t i = 0; i < tok->scores.count; i++)
+                ((float *)(b->bytes + t.scores))[i] = exd_gguf_f32_at(&tok->scores, i);
+    }
     *ret = t;
 }
 
@@ -133,7 +140,8 @@ static int check_model(const struct exd_model *m, struct shm_error *err)
         if (strings[i] > EXD_GGUF_HEADER_BYTES_MAX)
             return shm_error_set(err, EINVAL, "model %s: tokenizer is larger than a catalog can hold", path);
     if (t->tokens.count > 1u << 24 || t->merges.count > 1u << 24 ||
-        (t->types.count && t->types.count != t->tokens.count))
+        (t->types.count && t->types.count != t->tokens.count) ||
+        (t->scores.count && t->scores.count != t->tokens.count))
         return shm_error_set(err, EINVAL, "model %s: tokenizer has %llu tokens, %llu types and %llu merges",
                              path, (unsigned long long)t->tokens.count, (unsigned long long)t->types.count,
                              (unsigned long long)t->merges.count);

@@ -30,7 +30,10 @@ int inf_engine_tokenizer(const struct shm_arena_view *a, struct shm_error *err,
         .pre_len = t->pre.bytes,
         .bos_id = t->bos == SHM_TOKEN_NONE ? -1 : (int32_t)t->bos,
         .eos_id = t->eos == SHM_TOKEN_NONE ? -1 : (int32_t)t->eos,
-        .add_bos = t->add_bos != 0};
+        .add_bos = t->add_bos != 0,
+        .spm = t->model.bytes == 5 && !memcmp(shm_arena_string(a, t->model), "llama", 5),
+        .scores = t->scores ? (const float *)((const char *)a->catalog + t->scores) : NULL,
+        .add_space_prefix = t->add_space_prefix != 0};
     return inf_tokenizer_create(&src, err, ret_tokenizer);
 }
 

@@ -72,6 +72,8 @@ static int check_tokenizer(const struct check *c, const uint8_t *catalog, uint64
         return rc;
     if (t->types && (t->types % 8 || !inside(t->types, (uint64_t)t->tokens.count * 4, bytes)))
         return bad(c, "token types", t->types);
+    if (t->scores && (t->scores % 8 || !inside(t->scores, (uint64_t)t->tokens.count * 4, bytes)))
+        return bad(c, "token scores", t->scores);
     return 0;
 }
 

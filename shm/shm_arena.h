@@ -26,7 +26,7 @@
 #include "shm/shm_header.h"
 #include "shm/shm_mask.h"
 
-#define SHM_ARENA_MAGIC      "EXDARN01"
+#define SHM_ARENA_MAGIC      "EXDARN02"
 #define SHM_ARENA_ALIGN      256u
 #define SHM_ARENA_DATA_ALIGN (2u << 20)
 
@@ -110,18 +110,19 @@ _Static_assert(sizeof(struct shm_strings) == 24, "shared layout");
 #define SHM_TOKEN_NONE 0xffffffffu
 
 struct shm_tokenizer {
-    struct shm_string model;         /* tokenizer.ggml.model, "gpt2" */
-    struct shm_string pre;           /* tokenizer.ggml.pre, "qwen2" */
+    struct shm_string model;         /* tokenizer.ggml.model, "gpt2" or "llama" */
+    struct shm_string pre;           /* tokenizer.ggml.pre, "qwen2"; may be empty beside "llama" */
     struct shm_string chat_template; /* may be empty */
     struct shm_strings tokens;
-    struct shm_strings merges; /* "left right" */
+    struct shm_strings merges; /* "left right"; none beside "llama" */
     uint64_t types;            /* int32_t [tokens.count], from the catalog's start, 8-aligned; 0: none */
     uint32_t bos, eos, pad;    /* SHM_TOKEN_NONE where the file names none */
     uint32_t add_bos;
-    uint32_t eot; /* end of a chat turn, SHM_TOKEN_NONE where the file names none */
-    uint32_t reserved;
+    uint32_t eot;              /* end of a chat turn, SHM_TOKEN_NONE where the file names none */
+    uint32_t add_space_prefix; /* "llama" only */
+    uint64_t scores;           /* float [tokens.count], from the catalog's start, 8-aligned; 0: none */
 };
-_Static_assert(sizeof(struct shm_tokenizer) == 104, "shared layout");
+_Static_assert(sizeof(struct shm_tokenizer) == 112, "shared layout");
 
 struct shm_catalog {
     struct shm_hparams hparams;
@@ -131,7 +132,7 @@ struct shm_catalog {
     uint64_t layers;   /* struct shm_layer [n_layers], likewise */
     struct shm_tokenizer tokenizer;
 };
-_Static_assert(sizeof(struct shm_catalog) == 368, "shared layout");
+_Static_assert(sizeof(struct shm_catalog) == 376, "shared layout");
 
 /* A checked arena mapping. Every pointer below was bounds-checked once by
  * shm_arena_open and stays valid as long as the mapping. Read-only. */

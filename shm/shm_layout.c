@@ -222,7 +222,7 @@ AT(shm_strings, count, 0);
 AT(shm_strings, offsets, 8);
 AT(shm_strings, bytes, 16);
 
-SIZE(shm_tokenizer, 104);
+SIZE(shm_tokenizer, 112);
 AT(shm_tokenizer, model, 0);
 AT(shm_tokenizer, pre, 8);
 AT(shm_tokenizer, chat_template, 16);
@@ -233,8 +233,10 @@ AT(shm_tokenizer, bos, 80);
 AT(shm_tokenizer, eos, 84);
 AT(shm_tokenizer, add_bos, 92);
 AT(shm_tokenizer, eot, 96);
+AT(shm_tokenizer, add_space_prefix, 100);
+AT(shm_tokenizer, scores, 104);
 
-SIZE(shm_catalog, 368);
+SIZE(shm_catalog, 376);
 AT(shm_catalog, hparams, 0);
 AT(shm_catalog, n_dense, 240);
 AT(shm_catalog, n_layers, 244);

@@ -96,6 +96,17 @@ void gb_i32s(struct gb *b, const char *key, const int32_t *v, size_t n)
         gb_put_u32(&b->kv, (uint32_t)v[i]);
 }
 
+void gb_f32s(struct gb *b, const char *key, size_t n)
+{
+    array_head(b, key, EXD_GGUF_F32, n);
+    for (size_t i = 0; i < n; i++) {
+        float value = -(float)i;
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        gb_put_u32(&b->kv, bits);
+    }
+}
+
 void gb_strs(struct gb *b, const char *key, const char *prefix, size_t n)
 {
     array_head(b, key, EXD_GGUF_STRING, n);

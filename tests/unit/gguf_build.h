@@ -48,6 +48,7 @@ void gb_f32(struct gb *b, const char *key, float v);
 void gb_bool(struct gb *b, const char *key, uint8_t v);
 void gb_str(struct gb *b, const char *key, const char *v);
 void gb_i32s(struct gb *b, const char *key, const int32_t *v, size_t n);
+void gb_f32s(struct gb *b, const char *key, size_t n); /* 0, -1, -2, ... */
 /* An array of n strings "PREFIX0", "PREFIX1"... */
 void gb_strs(struct gb *b, const char *key, const char *prefix, size_t n);
 

@@ -500,8 +500,8 @@ Test(arena, adopted_or_named_and_rebuilt)
     rebuilt(EXD_FOUND_TORN, "torn");
     patch(offsetof(struct shm_header, epoch), &zero, 8);
     rebuilt(EXD_FOUND_TORN, "not finished");
-    patch(0, "EXDARN02", 8);
-    rebuilt(EXD_FOUND_LAYOUT, "EXDARN02");
+    patch(0, "EXDARN99", 8);
+    rebuilt(EXD_FOUND_LAYOUT, "EXDARN99");
     patch(offsetof(struct shm_header, features), &byte, 1);
     rebuilt(EXD_FOUND_LAYOUT, "feature");
     word = 7;

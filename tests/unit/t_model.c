@@ -257,8 +257,19 @@ Test(model, refuses_other_architectures_and_tokenizers)
     gb_str(&b, "general.architecture", "two\nlines");
     refused(&b, "architecture two");
     without(&b, "tokenizer.ggml.model");
+    gb_str(&b, "tokenizer.ggml.model", "bert");
+    refused(&b, "key tokenizer.ggml.model is bert; supported: gpt2 (byte-level BPE), llama");
+    without(&b, "tokenizer.ggml.model");
     gb_str(&b, "tokenizer.ggml.model", "llama");
-    refused(&b, "key tokenizer.ggml.model is llama; supported: gpt2");
+    refused(&b, "tokenizer.ggml.scores");
+    without(&b, "tokenizer.ggml.model");
+    gb_str(&b, "tokenizer.ggml.model", "llama");
+    gb_f32s(&b, "tokenizer.ggml.scores", 3);
+    refused(&b, "tokenizer.ggml.scores has 3 entries for 4 tokens");
+    without(&b, "tokenizer.ggml.model");
+    gb_str(&b, "tokenizer.ggml.model", "llama");
+    gb_i32s(&b, "tokenizer.ggml.scores", three, 3);
+    refused(&b, "an array of 32-bit floats");
     without(&b, "tokenizer.ggml.pre");
     gb_str(&b, "tokenizer.ggml.pre", "poro-chat");
     refused(
@@ -340,6 +351,25 @@ Test(model, refuses_bad_tensors)
     cr_expect_not(o.model->hp.tied_embeddings);
     cr_expect_eq(o.model->n_dense, 3 + 9);
     close_model(&o);
+}
+
+Test(model, sentencepiece_has_scores_in_place_of_merges)
+{
+    for (uint8_t said = 0; said < 2; said++) {
+        struct opened o;
+        struct gb b;
+
+        without(&b, "tokenizer.ggml.model");
+        gb_str(&b, "tokenizer.ggml.model", "llama");
+        gb_f32s(&b, "tokenizer.ggml.scores", 4);
+        if (said)
+            gb_bool(&b, "tokenizer.ggml.add_space_prefix", 0);
+        accepted(&b, &o);
+        const struct exd_tokenizer *t = &o.model->tok;
+        cr_expect(t->scores.count == 4 && exd_gguf_f32_at(&t->scores, 3) == -3.0f);
+        cr_expect(t->merges.count == 0 && t->pre.len == 0 && t->add_space_prefix == !said && !t->add_bos);
+        close_model(&o);
+    }
 }
 
 Test(model, split_over_shards)
