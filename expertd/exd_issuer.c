@@ -18,7 +18,7 @@
 #define STOP_DRAIN_NS    UINT64_C(5000000000)
 #define NAME_BYTES       64
 /* Around the time when a device's next publication is due. */
-#define SELDOM_NS    UINT64_C(500000)
+#define SELDOM_NS    UINT64_C(1000000)
 #define EARLY_NS     UINT64_C(25000)
 #define SPIN_MAX_NS  UINT64_C(60000)
 #define SLEEP_MAX_NS UINT64_C(1000000)
@@ -92,7 +92,8 @@ static uint64_t publish_wait_ns(struct exd_issuer *i)
 }
 
 /* How long the walk may wait for what it waits for. A device is looked at the more seldom the longer nothing
- * came: a late look costs the link at most an eighth of the time that it stood anyway. */
+ * came: a late look costs the link a small part of the time that it stood anyway, and a large ring full of
+ * copies that are still to be used has time. */
 static uint64_t walk_wait_ns(struct exd_issuer *i, enum exd_step step)
 {
     uint64_t wait_ns = step == EXD_STEP_WAIT_PUBLISH
@@ -105,7 +106,8 @@ static uint64_t walk_wait_ns(struct exd_issuer *i, enum exd_step step)
         i->waited_for = value;
         i->waiting_since_ns = now_ns;
     }
-    uint64_t seldom_ns = (now_ns - i->waiting_since_ns) / 8;
+    bool full = step == EXD_STEP_WAIT_SLOT && i->config.geometry.ring >= 4 * SHM_GROUP_MAX;
+    uint64_t seldom_ns = (now_ns - i->waiting_since_ns) / (full ? 3 : 8);
     seldom_ns = seldom_ns < SELDOM_NS ? seldom_ns : SELDOM_NS;
     return wait_ns > seldom_ns ? wait_ns : seldom_ns;
 }

@@ -6,8 +6,10 @@
 #include <string.h>
 
 #define POISON_BLOCKS 16u
-/* Of a chunk, whose choices predict the next layer's; in so many pieces. */
-#define PREDICT_TOKENS 2048u
+/* Tokens of a chunk whose choices predict the next layer's: all of a small one, of others so many in pieces.
+ */
+#define PREDICT_ALL    2048u
+#define PREDICT_SAMPLE 1024u
 #define PREDICT_PIECES 4u
 
 /* A step's operations on the stream; the first failure ends it. */
@@ -89,7 +91,7 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
 /* Tokens that speak for a chunk in a prediction. */
 static uint32_t sample_of(const struct inf_pass *p)
 {
-    return p->tokens < PREDICT_TOKENS ? p->tokens : PREDICT_TOKENS;
+    return p->tokens <= PREDICT_ALL ? p->tokens : PREDICT_SAMPLE;
 }
 
 static struct krn_cu_groups groups_of(const struct inf_cuda *c, const struct inf_pass *p)
