@@ -261,6 +261,26 @@ int srv_ready(struct srv_server *s, struct srv_refusal *refusal)
     return -EINVAL;
 }
 
+/* A beginning of a text much longer than the context has more tokens than that holds already: the rest need
+ * not be looked at, which would keep everybody else waiting. */
+static int check_length(struct srv_server *s, const char *param, const char *text, size_t n,
+                        struct srv_refusal *refusal)
+{
+    const struct srv_info *info = srv_engine_info(s->engine);
+    struct inf_ids ids = {0};
+    int rc = 0;
+    if (n / 16 > info->ctx &&
+        inf_tokenizer_encode(info->tokenizer, text, (size_t)info->ctx * 8, 0, NULL, &ids) == 0 &&
+        ids.n > info->ctx + 64)
+        rc = srv_refuse(
+            refusal, 400, "context_length_exceeded", param,
+            "the prompt has more than %zu tokens; the context holds %u: shorten the prompt, or start the "
+            "server with a greater --ctx",
+            ids.n, info->ctx);
+    inf_ids_clear(&ids);
+    return rc;
+}
+
 int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *ret_ids,
                    struct inf_template_text *ret_text, struct srv_refusal *refusal)
 {
@@ -268,6 +288,8 @@ int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *
     struct shm_error err = {0};
     int rc = 0;
     if (r->api == SRV_API_COMPLETION) {
+        if (!r->ids.n && check_length(s, "prompt", r->prompt, r->prompt_bytes, refusal))
+            return -EINVAL;
         if (!r->ids.n)
             rc = inf_tokenizer_encode(tok, r->prompt, r->prompt_bytes, INF_ENCODE_SPECIAL | INF_ENCODE_BOS,
                                       &err, ret_ids);
@@ -311,6 +333,8 @@ int srv_prompt_ids(struct srv_server *s, struct srv_request *r, struct inf_ids *
                                           .effort = r->effort,
                                           .now = time(NULL)};
     rc = inf_template_render(s->chat, &in, &err, ret_text);
+    if (!rc && check_length(s, "messages", ret_text->bytes, ret_text->n_bytes, refusal))
+        return -EINVAL;
     if (!rc)
         rc = inf_template_encode(tok, ret_text, 0, &err, ret_ids);
     return rc ? srv_refuse(refusal, rc == -ENOMEM ? 503 : 400, NULL, "messages", "%s", shm_error_text(&err))

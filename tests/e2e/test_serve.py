@@ -163,6 +163,14 @@ def test_refusals_are_in_the_apis_own_format(server):
         if param:
             assert error["error"]["param"] == param, error
         assert status != 405 or headers["Allow"]
+    # What is much too long is refused without a look at all of it.
+    long = "Once upon a time, there was a fox. " * 110000
+    for path, body in [("/v1/completions", {"prompt": long}),
+                       ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]})]:
+        start = time.monotonic()
+        status, _, error = server.post(path, body)
+        assert status == 400 and error["error"]["code"] == "context_length_exceeded"
+        assert "more than" in error["error"]["message"] and time.monotonic() - start < 1 * SLOW
     message = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     for body, status, kind in [({**message, "seed": 1}, 400, "invalid_request_error"),
                                ({**message, "model": "other"}, 404, "not_found_error"),
