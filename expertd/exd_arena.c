@@ -275,7 +275,10 @@ static void describe(const struct exd_arena *a, const struct exd_arena_config *c
     exd_limits_size(a->bytes, size);
     snprintf(line, sizeof line, "arena %s: %s%s on %s, %s pages, %s, generation %llu", a->path,
              a->found == EXD_FOUND_ADOPTED ? "adopted, " : "", size, fs_name[a->place.fs],
-             a->huge ? "huge" : "ordinary", a->pinned ? "locked" : "not locked",
+             a->huge ? "huge" : "ordinary",
+             a->registered ? "registered"
+             : a->pinned   ? "locked"
+                           : "not locked",
              (unsigned long long)atomic_load(&a->view.arena->generation));
     say(c, false, line);
     if (*a->warning)
@@ -311,7 +314,7 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
         remove_files(a);
         rc = create(a, config, plan, err);
     }
-    if (!rc)
+    if (!rc && !config->pin_later)
         rc = pin(a, config, err);
     if (rc) {
         unmap(a);
@@ -321,9 +324,22 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
         free(a);
         return rc;
     }
-    describe(a, config);
+    if (!config->pin_later)
+        describe(a, config);
     *ret_arena = a;
     return 0;
+}
+
+int exd_arena_pin(struct exd_arena *a, const struct exd_arena_config *config, bool registered,
+                  struct shm_error *err)
+{
+    /* A lock on top would only cost time: registered pages are neither swapped nor moved. */
+    a->registered = registered && config->pin != EXD_PIN_REQUIRE;
+    a->pinned = a->registered;
+    int rc = a->registered ? 0 : pin(a, config, err);
+    if (!rc)
+        describe(a, config);
+    return rc;
 }
 
 void exd_arena_close(struct exd_arena **arena, bool keep)

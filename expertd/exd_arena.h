@@ -65,6 +65,7 @@ struct exd_arena_config {
     const char *instance_dir; /* $RUNTIME/expertd/<instance>, exists */
     const char *arena_dir;    /* --arena-dir: the arena goes into <arena_dir>/<instance>; or NULL */
     enum exd_pin pin;
+    bool pin_later;           /* exd_arena_pin follows: a registration with a driver may pin it */
     const atomic_int *cancel; /* may be NULL; non-zero ends the allocation with -ECANCELED */
     /* Lines for the log; may be NULL. warning: worth a look. */
     void (*log)(void *ctx, bool warning, const char *line);
@@ -85,6 +86,11 @@ struct exd_arena;
 int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan *plan,
                    struct exd_arena **ret_arena, struct shm_error *err);
 
+/* The rest of an open with pin_later: locks the memory, or, with `registered`, takes it as pinned. Errors: as
+ * above, with --pin=require. */
+int exd_arena_pin(struct exd_arena *arena, const struct exd_arena_config *config, bool registered,
+                  struct shm_error *err);
+
 /* Unmaps and unlocks. keep: a complete arena stays for the next expertd; false
  * (--no-keep), or an arena that is not complete, removes the file, and the
  * directory if exd_arena_open made it. Accepts NULL, nulls *arena. */
@@ -101,7 +107,7 @@ struct exd_arena_info {
     const char *path;     /* absolute, of the file; valid until close */
     enum exd_found found; /* at open */
     enum exd_fs fs;
-    bool pinned; /* mlocked */
+    bool pinned; /* mlocked, or registered with a driver */
     bool huge;   /* huge pages were granted */
     uint64_t bytes;
     uint64_t generation;

@@ -52,7 +52,7 @@ struct exd_arena {
     uint64_t bytes;
     struct shm_arena_view view;
     enum exd_found found;
-    bool pinned, huge;
+    bool pinned, registered, huge;
     /* An adopted arena that is locked is touched from end to end in the background. */
     bool touching;
     atomic_int touch_stop;

@@ -2,6 +2,7 @@
 #include "expertd/exd_device.h"
 
 #include "expertd/exd_log.h"
+#include "expertd/exd_populate.h"
 #include "kernels/krn_register.h"
 #include "shm/shm_bell.h"
 
@@ -10,20 +11,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14, headers from glibc 2.35 on */
-#define MADV_POPULATE_WRITE 23
-#endif
-#define POPULATE_SLICE   (UINT64_C(64) << 20)
-#define POPULATE_THREADS 8
 
 struct exd_device {
     enum exd_device_kind kind;
     struct krn_cuda_device *gpu[EXD_DEVICES_MAX];
     int gpus;
     struct krn_register *registration;
+    struct exd_populate *populate;
+    pthread_t thread; /* opens the GPUs */
+    bool opening;
+    int ordinal, opened; /* asked for; result */
+    struct shm_error opened_error;
     char text[128]; /* as the store shows it */
     char why[256];  /* no CUDA: the reason */
 };
@@ -110,70 +108,70 @@ static int open_gpus(struct exd_device *d, int ordinal, struct shm_error *err)
     return d->gpus ? 0 : rc;
 }
 
-int exd_device_open(enum exd_device_kind kind, int ordinal, struct exd_device **ret_device,
-                    struct shm_error *err)
+static void *open_in_background(void *arg)
+{
+    struct exd_device *d = arg;
+    d->opened = open_gpus(d, d->ordinal, &d->opened_error);
+    return NULL;
+}
+
+int exd_device_begin(enum exd_device_kind kind, int ordinal, struct exd_device **ret_device,
+                     struct shm_error *err)
 {
     struct exd_device *d = calloc(1, sizeof(*d));
     if (!d)
         return shm_error_set(err, ENOMEM, "device: no memory; free some");
     d->kind = kind;
-    struct shm_error why = {0};
-    int rc = kind == EXD_DEVICE_HOST ? shm_error_set(&why, ENOTSUP, "expertd runs with --device host")
-                                     : open_gpus(d, ordinal, &why);
-    if (rc < 0 && kind == EXD_DEVICE_CUDA) {
-        close_gpus(d);
-        free(d);
-        return shm_error_set(err, rc, "--device cuda: %.400s", shm_error_text(&why));
-    }
-    if (rc < 0) {
-        be_host(d, kind == EXD_DEVICE_HOST ? "--device host" : shm_error_text(&why));
-        if (kind == EXD_DEVICE_AUTO)
-            exd_log(EXD_LOG_INFO, "--device auto: the host device: %s", shm_error_text(&why));
+    d->ordinal = ordinal;
+    if (kind == EXD_DEVICE_HOST) {
+        d->opened = shm_error_set(&d->opened_error, ENOTSUP, "expertd runs with --device host");
     } else {
-        snprintf(d->text, sizeof(d->text), "CUDA: %d of %s, compute capability %d.%d, driver CUDA %d.%d",
-                 d->gpus, d->gpu[0]->name, d->gpu[0]->major, d->gpu[0]->minor, krn_cuda_version() / 1000,
-                 krn_cuda_version() % 1000 / 10);
+        d->opening = pthread_create(&d->thread, NULL, open_in_background, d) == 0;
+        if (!d->opening)
+            open_in_background(d);
     }
     *ret_device = d;
     return 0;
 }
 
-/* ---- pages ---- */
-
-struct populate {
-    uint8_t *base;
-    uint64_t bytes;
-    const atomic_int *cancel;
-    _Atomic uint64_t next;
-};
-
-static void *populate_some(void *arg)
+static void join(struct exd_device *d)
 {
-    struct populate *p = arg;
-    for (;;) {
-        uint64_t at = atomic_fetch_add(&p->next, POPULATE_SLICE);
-        if (at >= p->bytes || (p->cancel && atomic_load(p->cancel)))
-            return NULL;
-        uint64_t n = p->bytes - at < POPULATE_SLICE ? p->bytes - at : POPULATE_SLICE;
-        madvise(p->base + at, n, MADV_POPULATE_WRITE); /* refused: the registration does it, slower */
+    if (d->opening)
+        pthread_join(d->thread, NULL);
+    d->opening = false;
+}
+
+bool exd_device_expects_gpus(struct exd_device *d)
+{
+    return d->kind != EXD_DEVICE_HOST && krn_cuda_load(NULL) == 0;
+}
+
+int exd_device_end(struct exd_device *d, struct shm_error *err)
+{
+    join(d);
+    const char *why = shm_error_text(&d->opened_error);
+    if (d->opened < 0 && d->kind == EXD_DEVICE_CUDA)
+        return shm_error_set(err, d->opened, "--device cuda: %.400s", why);
+    if (d->opened < 0) {
+        be_host(d, d->kind == EXD_DEVICE_HOST ? "--device host" : why);
+        if (d->kind == EXD_DEVICE_AUTO)
+            exd_log(EXD_LOG_INFO, "--device auto: the host device: %s", why);
+    } else {
+        snprintf(d->text, sizeof(d->text), "CUDA: %d of %s, compute capability %d.%d, driver CUDA %d.%d",
+                 d->gpus, d->gpu[0]->name, d->gpu[0]->major, d->gpu[0]->minor, krn_cuda_version() / 1000,
+                 krn_cuda_version() % 1000 / 10);
     }
+    return 0;
 }
 
-/* Pages that were never touched are cleared where they are first needed: by one thread inside the
- * registration (3 GB/s), or here by several. */
-static void populate(uint8_t *base, uint64_t bytes, const atomic_int *cancel)
+void exd_device_populate(struct exd_device *d, uint8_t *base, uint64_t bytes, bool adopted,
+                         const atomic_int *cancel)
 {
-    struct populate p = {.base = base, .bytes = bytes, .cancel = cancel};
-    pthread_t thread[POPULATE_THREADS - 1];
-    int n = 0;
-    long cpus = sysconf(_SC_NPROCESSORS_ONLN);
-    while (n < POPULATE_THREADS - 1 && n + 1 < cpus &&
-           pthread_create(&thread[n], NULL, populate_some, &p) == 0)
-        n++;
-    populate_some(&p);
-    while (n)
-        pthread_join(thread[--n], NULL);
+    if (!d->populate && exd_device_expects_gpus(d))
+        d->populate = exd_populate_start(base, bytes, !adopted, cancel);
 }
+
+/* ---- registration ---- */
 
 static void on_piece(void *ctx, uint64_t done_bytes, uint64_t total_bytes)
 {
@@ -182,26 +180,46 @@ static void on_piece(void *ctx, uint64_t done_bytes, uint64_t total_bytes)
             (double)total_bytes / 1e9);
 }
 
+struct before {
+    struct exd_populate *populate;
+    uint64_t waited_ns;
+};
+
+static void before_piece(void *ctx, uint64_t begin, uint64_t end)
+{
+    struct before *b = ctx;
+    uint64_t at_ns = shm_now_ns();
+    (void)begin;
+    if (b->populate)
+        exd_populate_wait(b->populate, end);
+    b->waited_ns += shm_now_ns() - at_ns;
+}
+
 int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena, void *base,
                         const atomic_int *cancel, struct shm_error *err)
 {
-    if (!d->gpus)
+    if (!d->gpus) {
+        exd_populate_end(&d->populate);
         return 0;
+    }
     uint64_t begin_ns = shm_now_ns();
-    populate(base, arena->mapped_bytes, cancel);
-    double populate_s = (double)(shm_now_ns() - begin_ns) / 1e9;
+    struct before before = {.populate = d->populate};
     struct krn_register_config config = {.device = d->gpu[0],
                                          .base = base,
                                          .bytes = arena->mapped_bytes,
                                          .cut = krn_register_arena_cut,
                                          .cut_ctx = arena,
+                                         .before = before_piece,
+                                         .before_ctx = &before,
                                          .progress = on_piece,
                                          .cancel = cancel};
     int rc = krn_register_memory(&config, &d->registration, err);
+    exd_populate_end(&d->populate);
     if (rc == 0) {
         double seconds = (double)(shm_now_ns() - begin_ns) / 1e9;
         exd_log(EXD_LOG_INFO, "registered %.2f GB with CUDA in %.3f s, %u pieces (pages %.3f s)",
-                (double)arena->mapped_bytes / 1e9, seconds, krn_register_pieces(d->registration), populate_s);
+                (double)arena->mapped_bytes / 1e9, seconds, krn_register_pieces(d->registration),
+                (double)before.waited_ns / 1e9);
         return 0;
     }
     if (rc == -ECANCELED || d->kind == EXD_DEVICE_CUDA)
@@ -210,6 +228,11 @@ int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena
     be_host(d, shm_error_text(err));
     *err = (struct shm_error){0};
     return 0;
+}
+
+bool exd_device_registered(const struct exd_device *d)
+{
+    return d->registration != NULL;
 }
 
 int exd_device_find(struct exd_device *d, const uint8_t uuid[16], struct krn_cuda_device **ret_gpu,
@@ -239,6 +262,8 @@ void exd_device_close(struct exd_device **device)
     struct exd_device *d = *device;
     if (!d)
         return;
+    join(d);
+    exd_populate_end(&d->populate);
     close_gpus(d);
     free(d);
     *device = NULL;

@@ -12,6 +12,7 @@
 #include "shm/shm_word.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
 
 #define EXD_DEVICES_MAX SHM_DEVICE_GPUS_MAX
 
@@ -23,15 +24,26 @@ enum exd_device_kind {
 
 struct exd_device;
 
-/* Opens the GPUs: all (ordinal -1) or one. CUDA: an error when there is none that can serve; AUTO: the host
- * device then, said in one line of the log. About a second a GPU. */
-int exd_device_open(enum exd_device_kind kind, int ordinal, struct exd_device **ret_device,
-                    struct shm_error *err);
+/* Opens the GPUs, all (ordinal -1) or one, in the background, for it takes the driver a moment; end waits for
+ * them. CUDA: an error when there is none that can serve; AUTO: the host device then, said in one line of the
+ * log. */
+int exd_device_begin(enum exd_device_kind kind, int ordinal, struct exd_device **ret_device,
+                     struct shm_error *err);
+int exd_device_end(struct exd_device *device, struct shm_error *err);
+
+/* Between the two: a driver shows GPUs. Waits for the driver, not for the GPUs. */
+bool exd_device_expects_gpus(struct exd_device *device);
+
+/* Begins to fill the arena's page tables, where GPUs are expected, for the registration. */
+void exd_device_populate(struct exd_device *device, uint8_t *base, uint64_t bytes, bool adopted,
+                         const atomic_int *cancel);
 
 /* Registers the arena (mapped at base, as long as the view says) for copying; nothing on the host device.
  * Before sessions are opened. Progress and rate are logged. AUTO: a failure is logged and CUDA given up. */
 int exd_device_register(struct exd_device *device, const struct shm_arena_view *arena, void *base,
                         const atomic_int *cancel, struct shm_error *err);
+
+bool exd_device_registered(const struct exd_device *device); /* which pins it, too */
 
 /* The GPU with that UUID. -ENOTSUP no CUDA here (why), -ENODEV another GPU than those opened. */
 int exd_device_find(struct exd_device *device, const uint8_t uuid[16], struct krn_cuda_device **ret_gpu,

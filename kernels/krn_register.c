@@ -91,6 +91,8 @@ int krn_register_memory(const struct krn_register_config *c, struct krn_register
         end = c->cut && c->bytes - begin > piece ? c->cut(c->cut_ctx, begin, begin + piece) : c->bytes;
         if (end <= begin || end > c->bytes || end % PAGE)
             end = c->bytes;
+        if (c->before)
+            c->before(c->before_ctx, begin, end);
         rc = KRN_CUDA(host_register, r->base + begin, end - begin, flags);
         if (rc < 0) {
             char what[96];

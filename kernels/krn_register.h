@@ -25,10 +25,11 @@ struct krn_register_config {
     /* Where a piece that begins at `begin` may end: the largest offset in (begin, limit] that no copy
      * crosses, else the smallest above; at most `bytes`. NULL: one piece. Offsets are from base. */
     uint64_t (*cut)(const void *ctx, uint64_t begin, uint64_t limit);
+    void (*before)(void *ctx, uint64_t begin, uint64_t end); /* each piece; may be NULL */
     void (*progress)(void *ctx, uint64_t done_bytes,
                      uint64_t total_bytes); /* after each piece; may be NULL */
     const void *cut_ctx;
-    void *progress_ctx;
+    void *before_ctx, *progress_ctx;
     const _Atomic int *cancel; /* non-zero ends it with -ECANCELED; may be NULL */
 };
 

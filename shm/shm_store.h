@@ -49,7 +49,7 @@ struct shm_store {
     uint64_t arena_bytes;
     _Atomic uint64_t arena_generation;
     _Atomic uint32_t adopted;    /* 1: the arena was found whole and nothing was read */
-    _Atomic uint32_t pinned;     /* 1: mlocked */
+    _Atomic uint32_t pinned;     /* 1: mlocked, or registered */
     _Atomic uint32_t huge_pages; /* 1: huge pages asked for and granted by the mapping */
     uint32_t pad0;
     _Atomic uint64_t load_total_bytes; /* to read from the model file */
