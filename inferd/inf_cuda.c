@@ -8,11 +8,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <time.h>
 
-#define BLOCK      (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
-#define PAGE       UINT64_C(4096)
-#define BUSY_NS    UINT64_C(50000000)
-#define PEAK_BYTES (UINT64_C(1) << 30)
+#define BLOCK       (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
+#define PAGE        UINT64_C(4096)
+#define BUSY_NS     UINT64_C(50000000)
+#define APART_TRIES 8
+#define APART_NS    UINT64_C(50000000)
+#define PEAK_BYTES  (UINT64_C(1) << 30)
 
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
 {
@@ -36,6 +39,10 @@ static void cuda_close(struct inf_device *d)
     if (c->gpu && krn_cuda_enter(c->gpu) == 0) {
         if (c->stream && !c->broken)
             krn_cuda.stream_synchronize(c->stream);
+        if (c->stream)
+            krn_cuda.stream_destroy(c->stream);
+        if (c->aux)
+            krn_cuda.stream_destroy(c->aux);
         inf_cuda_plan_free(c);
         inf_cuda_profile_free(c);
         if (c->resident)
@@ -46,10 +53,6 @@ static void cuda_close(struct inf_device *d)
             krn_cuda.mem_free(c->ring);
         while (c->old_rings)
             krn_cuda.mem_free(c->old_ring[--c->old_rings]);
-        if (c->stream)
-            krn_cuda.stream_destroy(c->stream);
-        if (c->aux)
-            krn_cuda.stream_destroy(c->aux);
         if (c->module)
             krn_cuda.module_unload(c->module);
         if (c->done)
@@ -307,6 +310,49 @@ static int measure_clock(struct inf_cuda *c)
     return rc;
 }
 
+/* Does the second stream get through while the first waits? Streams may share one of the device's queues. */
+static int passes(struct inf_cuda *c, bool *ret_passes)
+{
+    const struct timespec nap = {.tv_nsec = 10000};
+    uint64_t limit_ns = shm_now_ns() + APART_NS;
+    int rc;
+    atomic_store(c->done, 0);
+    if ((rc = KRN_CUDA(wait_32, c->stream, c->done_device, 1, KRN_CUDA_WAIT_GEQ)) ||
+        (rc = KRN_CUDA(write_32, c->aux, c->done_device, 1, 0)))
+        return rc;
+    while (!(*ret_passes = atomic_load(c->done) == 1) && shm_now_ns() < limit_ns)
+        nanosleep(&nap, NULL);
+    atomic_store(c->done, 1);
+    if (!(rc = KRN_CUDA(stream_synchronize, c->stream)))
+        rc = KRN_CUDA(stream_synchronize, c->aux);
+    atomic_store(c->done, 0);
+    return rc;
+}
+
+static int make_apart(struct inf_cuda *c, struct shm_error *err)
+{
+    void *other[APART_TRIES] = {NULL};
+    bool apart = false;
+    int rc = 0;
+    for (int i = 0; i < APART_TRIES && !rc && !apart; i++) {
+        other[i] = c->aux;
+        c->aux = NULL;
+        rc = KRN_CUDA(stream_create, &c->aux, KRN_CUDA_STREAM_NON_BLOCKING);
+        if (!rc)
+            rc = passes(c, &apart);
+    }
+    for (int i = 0; i < APART_TRIES; i++)
+        if (other[i])
+            krn_cuda.stream_destroy(other[i]);
+    if (rc)
+        return krn_cuda_explain(rc, "streams of the worker", err);
+    return apart ? 0
+                 : shm_error_set(err, ENOTSUP,
+                                 "%s: no stream gets through while another waits: let "
+                                 "CUDA_DEVICE_MAX_CONNECTIONS be 8, its default, or more",
+                                 c->gpu->name);
+}
+
 static int load_kernels(struct inf_cuda *c, struct shm_error *err)
 {
     void *line, *attached;
@@ -317,12 +363,13 @@ static int load_kernels(struct inf_cuda *c, struct shm_error *err)
         (rc = krn_cuda_kernel(c->module, "krn_busy", 0, &c->busy_kernel, err)))
         return rc;
     if ((rc = KRN_CUDA(stream_create, &c->stream, KRN_CUDA_STREAM_NON_BLOCKING)) ||
-        (rc = KRN_CUDA(stream_create, &c->aux, KRN_CUDA_STREAM_NON_BLOCKING)) ||
         (rc = krn_cuda_line_take(c->gpu, &line, &c->done_device)) ||
         (rc = krn_cuda_line_take(c->gpu, &attached, &c->attached_device)))
         return krn_cuda_explain(rc, "streams of the worker", err);
     c->done = line;
     c->attached = attached;
+    if ((rc = make_apart(c, err)))
+        return rc;
     if ((rc = measure_clock(c)))
         return krn_cuda_explain(rc, "a first kernel", err);
     return 0;
@@ -330,10 +377,8 @@ static int load_kernels(struct inf_cuda *c, struct shm_error *err)
 
 void inf_device_cuda_prepare(void)
 {
-    /* Kernels loaded on first use would wait for a stream that waits; blocked streams must not share a queue.
-     */
+    /* Kernels loaded on first use would wait for a stream that waits. */
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 }
 
 int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device)

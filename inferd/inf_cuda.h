@@ -127,17 +127,22 @@ void inf_cuda_plan_free(struct inf_cuda *c);
 
 /* inf_cuda_profile.c: what the GPU does when, by an event behind each step. begin: a pass; stamp: all that
  * was enqueued since the last stamp is `step`; collect: the pass has ended, its times are added to the
- * device's. Nothing happens unless the device's `profile` is set. */
+ * device's. Nothing happens unless the device's `profile` is set.
+ * A layer has many groups, and an event costs about 7 us: in one layer of eight, another one each pass, each
+ * group's wait and experts are told apart (stamp_group, STALL and EXPERTS); the others are one step
+ * (STREAMED), split alike. */
 enum inf_cuda_step {
     INF_STEP_IDLE,
     INF_STEP_HEAD,
     INF_STEP_ATTENTION,
     INF_STEP_ROUTER,
     INF_STEP_STALL,
-    INF_STEP_EXPERTS
+    INF_STEP_EXPERTS,
+    INF_STEP_STREAMED /* stall and experts of a layer together */
 };
 void inf_cuda_profile_begin(struct inf_cuda *c);
 void inf_cuda_stamp(struct inf_cuda *c, enum inf_cuda_step step);
+void inf_cuda_stamp_group(struct inf_cuda *c, uint32_t layer, enum inf_cuda_step step);
 void inf_cuda_profile_collect(struct inf_cuda *c);
 void inf_cuda_profile_free(struct inf_cuda *c);
 

@@ -215,7 +215,7 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
         uint32_t end = g->groups_per_layer - first < step ? g->groups_per_layer : first + step;
         /* The flag holds the low half of a count: GEQ compares cyclically. */
         TRY(KRN_CUDA(wait_32, c->stream, c->flag, (uint32_t)(base + end), KRN_CUDA_WAIT_GEQ));
-        inf_cuda_stamp(c, INF_STEP_STALL);
+        inf_cuda_stamp_group(c, layer, INF_STEP_STALL);
         run.group = first;
         run.group_end = end;
         TRY(krn_cu_experts(c->cu, c->stream, &run));
@@ -223,11 +223,12 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
             TRY(poison(c, run.table, first, end));
         /* Ordered behind the kernels: the slots were read for the last time. */
         TRY(KRN_CUDA(write_64, c->stream, released, base + end, 0));
-        inf_cuda_stamp(c, INF_STEP_EXPERTS);
+        inf_cuda_stamp_group(c, layer, INF_STEP_EXPERTS);
         c->released = base + end;
         if ((rc = inf_cuda_spend(c, p, p->stream, 6, err)))
             return rc;
     }
+    inf_cuda_stamp_group(c, layer, INF_STEP_STREAMED);
     return 0;
 }
 

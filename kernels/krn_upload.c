@@ -8,7 +8,7 @@
 #include <string.h>
 
 #define SLOTS          2u /* of a thread: one is filled while the other is on the link */
-#define SLOT_DEFAULT   (UINT64_C(4) << 20)
+#define SLOT_DEFAULT   (UINT64_C(1) << 20)
 #define THREADS_ENOUGH 8u
 
 struct piece {

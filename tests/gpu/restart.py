@@ -4,6 +4,7 @@
 
     worker     kill -9 of a worker in mid-answer; the next one up to the first token of a 1,000-token prompt
     expertd    kill -9 of expertd: arena adopted and registered again, an idle chat goes on with its conversation
+    cancel     Ctrl-C in the middle of a read
     resident   a start with every expert in device memory
     profile    where a read's time goes on the GPU, and what asking costs
 
@@ -22,7 +23,7 @@ import tempfile
 import time
 
 BUILD, MODEL = pathlib.Path(sys.argv[1]), sys.argv[2]
-SECTIONS = sys.argv[3:] or ["worker", "expertd", "resident", "profile"]
+SECTIONS = sys.argv[3:] or ["worker", "expertd", "cancel", "resident", "profile"]
 DEVICE = ["--device", os.environ.get("EXPERTD_DEVICE", "cuda")]
 FIRST_MS, REGISTER_S_PER_GB = 2500, 0.04
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -170,6 +171,21 @@ def expertd(host):
     chat.wait()
 
 
+def cancel(host):
+    print(f"-- Ctrl-C in the middle of a read of 8,192 tokens ({host.name}): exit status, ms until it has ended")
+    ended = []
+    for i in range(4):
+        p = subprocess.Popen(host.inferd(prompt=host.prompt(8192)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(0.6 + 0.1 * i)
+        start = time.monotonic()
+        p.send_signal(signal.SIGINT)
+        status = p.wait()
+        ended.append((status, (time.monotonic() - start) * 1e3))
+        if status not in (0, 130):
+            missed.append(f"Ctrl-C ended with {status}")
+    print("    " + ", ".join(f"{status} {ms:.0f}" for status, ms in ended))
+
+
 def resident(host):
     print(f"-- every expert resident ({host.name}): " + " ".join(f"{p:>8}" for p in PHASES))
     for _ in range(2):
@@ -210,7 +226,7 @@ def main():
             print(f"== {name}: expertd loaded the model and serves after {host.expertd():.0f} ms")
             host.lines("registered|opened in|pages")
             for section in SECTIONS:
-                {"worker": worker, "expertd": expertd, "resident": resident, "profile": profile}[section](host)
+                {"worker": worker, "expertd": expertd, "resident": resident, "profile": profile, "cancel": cancel}[section](host)
                 sys.stdout.flush()
         finally:
             host.close()

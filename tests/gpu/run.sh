@@ -43,7 +43,7 @@ ninja -C "$build" $targets >"$build.log" 2>&1 || { grep -E -A5 'error|FAILED' "$
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current --format=csv,noheader 2>/dev/null
 printf 'huge pages in shared memory: %s\n' "$(cat /sys/kernel/mm/transparent_hugepage/shmem_enabled 2>/dev/null)"
 export EXPERTD_SRC=$top EXPERTD_BUILD=$build EXPERTD_MODELS=$build/models
-export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
+export CUDA_MODULE_LOADING=EAGER
 
 pytest() { # FILE...
     (cd "$top/tests/gpu" && "$python" -m pytest -q -s -p no:cacheprovider --tb=short -W ignore "$@")
