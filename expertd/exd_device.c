@@ -17,7 +17,6 @@ struct exd_device {
     struct krn_cuda_device *gpu[EXD_DEVICES_MAX];
     int gpus;
     struct krn_register *registration;
-    struct exd_populate *populate;
     pthread_t thread; /* opens the GPUs */
     bool opening;
     int ordinal, opened; /* asked for; result */
@@ -141,11 +140,6 @@ static void join(struct exd_device *d)
     d->opening = false;
 }
 
-bool exd_device_expects_gpus(struct exd_device *d)
-{
-    return d->kind != EXD_DEVICE_HOST && krn_cuda_load(NULL) == 0;
-}
-
 int exd_device_end(struct exd_device *d, struct shm_error *err)
 {
     join(d);
@@ -162,13 +156,6 @@ int exd_device_end(struct exd_device *d, struct shm_error *err)
                  krn_cuda_version() % 1000 / 10);
     }
     return 0;
-}
-
-void exd_device_populate(struct exd_device *d, uint8_t *base, uint64_t bytes, bool adopted,
-                         const atomic_int *cancel)
-{
-    if (!d->populate && exd_device_expects_gpus(d))
-        d->populate = exd_populate_start(base, bytes, !adopted, cancel);
 }
 
 /* ---- registration ---- */
@@ -195,15 +182,13 @@ static void before_piece(void *ctx, uint64_t begin, uint64_t end)
     b->waited_ns += shm_now_ns() - at_ns;
 }
 
-int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena, void *base,
+int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena, void *base, bool adopted,
                         const atomic_int *cancel, struct shm_error *err)
 {
-    if (!d->gpus) {
-        exd_populate_end(&d->populate);
+    if (!d->gpus)
         return 0;
-    }
     uint64_t begin_ns = shm_now_ns();
-    struct before before = {.populate = d->populate};
+    struct before before = {.populate = exd_populate_start(base, arena->mapped_bytes, !adopted, cancel)};
     struct krn_register_config config = {.device = d->gpu[0],
                                          .base = base,
                                          .bytes = arena->mapped_bytes,
@@ -214,7 +199,7 @@ int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena
                                          .progress = on_piece,
                                          .cancel = cancel};
     int rc = krn_register_memory(&config, &d->registration, err);
-    exd_populate_end(&d->populate);
+    exd_populate_end(&before.populate);
     if (rc == 0) {
         double seconds = (double)(shm_now_ns() - begin_ns) / 1e9;
         exd_log(EXD_LOG_INFO, "registered %.2f GB with CUDA in %.3f s, %u pieces (pages %.3f s)",
@@ -230,9 +215,9 @@ int exd_device_register(struct exd_device *d, const struct shm_arena_view *arena
     return 0;
 }
 
-bool exd_device_registered(const struct exd_device *d)
+int exd_device_gpus(const struct exd_device *d)
 {
-    return d->registration != NULL;
+    return d->gpus;
 }
 
 int exd_device_find(struct exd_device *d, const uint8_t uuid[16], struct krn_cuda_device **ret_gpu,
@@ -263,7 +248,6 @@ void exd_device_close(struct exd_device **device)
     if (!d)
         return;
     join(d);
-    exd_populate_end(&d->populate);
     close_gpus(d);
     free(d);
     *device = NULL;

@@ -31,19 +31,14 @@ int exd_device_begin(enum exd_device_kind kind, int ordinal, struct exd_device *
                      struct shm_error *err);
 int exd_device_end(struct exd_device *device, struct shm_error *err);
 
-/* Between the two: a driver shows GPUs. Waits for the driver, not for the GPUs. */
-bool exd_device_expects_gpus(struct exd_device *device);
+/* GPUs that serve, after end; none once a registration failed. */
+int exd_device_gpus(const struct exd_device *device);
 
-/* Begins to fill the arena's page tables, where GPUs are expected, for the registration. */
-void exd_device_populate(struct exd_device *device, uint8_t *base, uint64_t bytes, bool adopted,
-                         const atomic_int *cancel);
-
-/* Registers the arena (mapped at base, as long as the view says) for copying; nothing on the host device.
- * Before sessions are opened. Progress and rate are logged. AUTO: a failure is logged and CUDA given up. */
+/* Registers the arena (mapped at base, as long as the view says) for copying, which pins it, too; nothing on
+ * the host device. adopted: its pages hold data already. Before sessions are opened. Progress and rate are
+ * logged. AUTO: a failure is logged and CUDA given up. */
 int exd_device_register(struct exd_device *device, const struct shm_arena_view *arena, void *base,
-                        const atomic_int *cancel, struct shm_error *err);
-
-bool exd_device_registered(const struct exd_device *device); /* which pins it, too */
+                        bool adopted, const atomic_int *cancel, struct shm_error *err);
 
 /* The GPU with that UUID. -ENOTSUP no CUDA here (why), -ENODEV another GPU than those opened. */
 int exd_device_find(struct exd_device *device, const uint8_t uuid[16], struct krn_cuda_device **ret_gpu,

@@ -52,22 +52,24 @@ static int open_all(struct exd_daemon *d)
                                      .instance_dir = d->paths.dir,
                                      .arena_dir = o->arena_dir,
                                      .pin = o->pin,
-                                     .pin_later = exd_device_expects_gpus(s->device),
                                      .cancel = &s->cancel,
                                      .log = arena_line};
-    /* Without a driver --device cuda ends here, before memory is taken. */
-    if (!arena.pin_later && (rc = exd_device_end(s->device, &s->error)) < 0)
+    /* Before memory is taken, and before many page faults: they would keep the driver from mapping its own.
+     */
+    rc = exd_device_end(s->device, &s->error);
+    if (rc < 0)
         return rc;
+    arena.pin_later = exd_device_gpus(s->device) > 0;
     rc = exd_arena_open(&arena, s->plan, &s->arena, &s->error);
     if (rc < 0)
         return rc;
     if (arena.pin_later) {
-        const struct shm_arena_view *view = exd_arena_view(s->arena);
-        uint8_t *base = exd_arena_base(s->arena);
-        exd_device_populate(s->device, base, view->mapped_bytes, exd_arena_complete(s->arena), &s->cancel);
-        if ((rc = exd_device_end(s->device, &s->error)) < 0 ||
-            (rc = exd_device_register(s->device, view, base, &s->cancel, &s->error)) < 0 ||
-            (rc = exd_arena_pin(s->arena, &arena, exd_device_registered(s->device), &s->error)) < 0)
+        bool adopted = exd_arena_complete(s->arena);
+        rc = exd_device_register(s->device, exd_arena_view(s->arena), exd_arena_base(s->arena), adopted,
+                                 &s->cancel, &s->error);
+        if (rc == 0)
+            rc = exd_arena_pin(s->arena, &arena, exd_device_gpus(s->device) > 0, &s->error);
+        if (rc < 0)
             return rc;
     }
     if (exd_arena_complete(s->arena))

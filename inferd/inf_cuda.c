@@ -26,9 +26,9 @@ int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
     return krn_cuda_explain(rc, "the GPU failed in a pass: start inferd anew", err);
 }
 
-int inf_cuda_upload(struct inf_cuda *c, struct shm_error *err)
+int inf_cuda_upload(struct inf_cuda *c, uint64_t slot_bytes, struct shm_error *err)
 {
-    const struct krn_upload_config config = {.device = c->gpu};
+    const struct krn_upload_config config = {.device = c->gpu, .slot_bytes = slot_bytes};
     return c->upload ? 0 : krn_upload_open(&config, &c->upload, err);
 }
 
@@ -164,6 +164,9 @@ static void cuda_ring_close(struct inf_device *d, struct inf_ring *ring)
 
 /* ---- residents ---- */
 
+/* Larger slots are faster, and take longer to make: dense weights alone are brought by small ones. */
+#define RESIDENT_SLOT (UINT64_C(4) << 20)
+
 static int cuda_resident_open(struct inf_device *d, uint64_t bytes, uint8_t **ret_address,
                               struct shm_error *err)
 {
@@ -186,7 +189,7 @@ static int cuda_resident_put(struct inf_device *d, uint8_t *address, const void 
                              struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = inf_cuda_upload(c, err);
+    int rc = inf_cuda_upload(c, RESIDENT_SLOT, err);
     if (rc)
         return rc;
     rc = krn_upload_put(c->upload, (krn_cuda_ptr)(uintptr_t)address, blob, bytes);
