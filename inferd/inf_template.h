@@ -20,7 +20,7 @@ struct inf_template;
 
 /* A call that the assistant made, or is to be shown as having made. */
 struct inf_tool_call {
-    const char *id; /* NULL: none */
+    const char *id; /* NULL: none; any text, also where the published template wants 9 characters */
     const char *name;
     const char *arguments; /* JSON text of an object, NUL-terminated */
 };

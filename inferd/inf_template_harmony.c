@@ -220,17 +220,17 @@ static void tool_call(struct inf_render *r, size_t i, const char **last_call)
     bool answered = false;
     for (size_t k = i + 1; k < r->n; k++)
         answered |= inf_is(&r->messages[k], "assistant") && !r->messages[k].n_calls;
-    if (content.n && reasoning.n) {
-        inf_refuse(r, EINVAL,
-                   "message has content, reasoning and a tool call; it takes one of the first two");
-        return;
-    }
     json_t *arguments = inf_arguments(r, &m->calls[0]);
     if (!arguments)
         return;
     if ((content.n || reasoning.n) && !answered) {
         inf_put(r, "<|start|>assistant<|channel|>analysis<|message|>");
-        inf_put_from(r, content.n ? content : reasoning);
+        inf_put_from(r, reasoning.n ? reasoning : content);
+        inf_put(r, "<|end|>");
+    }
+    if (content.n && reasoning.n) { /* the published template refuses; the format has a place for it */
+        inf_put(r, "<|start|>assistant<|channel|>commentary<|message|>");
+        inf_put_from(r, content);
         inf_put(r, "<|end|>");
     }
     inf_put(r, "<|start|>assistant to=functions.");

@@ -3,19 +3,33 @@
 #include "inferd/inf_template_priv.h"
 
 #include <errno.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 #define CALL_ID_CHARS 9
 
-static bool check_id(struct inf_render *r, const char *id)
+/* The id of a call: 9 characters, as the models were trained on. Another id, as
+ * the HTTP clients have them, is written as 9 characters that follow from it,
+ * the same for a call and its result. */
+static void put_id(struct inf_render *r, const char *before, const char *id)
 {
     size_t chars = 0;
     for (const char *p = id; p && *p; p++)
         chars += ((unsigned char)*p & 0xC0) != 0x80;
-    if (chars != CALL_ID_CHARS)
-        inf_refuse(r, EINVAL,
-                   "the id \"%.40s\" of a tool call has not 9 characters, as this model wants; rename it",
-                   id ? id : "");
-    return !r->rc;
+    if (!chars) {
+        inf_refuse(r, EINVAL, "a tool call or its result has no id; send one");
+        return;
+    }
+    inf_put(r, before);
+    if (chars == CALL_ID_CHARS) {
+        inf_put_string(r, id);
+        return;
+    }
+    char nine[CALL_ID_CHARS + 1] = "";
+    uint64_t hash = XXH3_64bits(id, strlen(id));
+    for (int i = 0; i < CALL_ID_CHARS; i++, hash /= 36)
+        nine[i] = "0123456789abcdefghijklmnopqrstuvwxyz"[hash % 36];
+    inf_put_string(r, nine);
 }
 
 /* Users and assistants take turns, calls and results aside. */
@@ -76,13 +90,12 @@ static void call_list(struct inf_render *r, const struct inf_message *m, const c
     for (size_t k = 0; k < m->n_calls; k++) {
         json_t *arguments = inf_arguments(r, &m->calls[k]);
         json_t *name = json_string(m->calls[k].name);
-        if (name && arguments && check_id(r, m->calls[k].id)) {
+        if (name && arguments) {
             inf_put(r, k ? ", {\"name\": " : "{\"name\": ");
             inf_put_json(r, name, 0);
             inf_put(r, ", \"arguments\": ");
             inf_put_json(r, arguments, 0);
-            inf_put(r, ", \"id\": \"");
-            inf_put_string(r, m->calls[k].id);
+            put_id(r, ", \"id\": \"", m->calls[k].id);
             inf_put(r, "\"}");
         } else {
             inf_refuse(r, EINVAL, "the name of a call is not UTF-8; send text");
@@ -99,10 +112,7 @@ static void tool_result(struct inf_render *r, const struct inf_message *m, const
     inf_put(r, space);
     inf_put(r, "{\"content\": ");
     inf_put_from(r, inf_content(m));
-    if (!check_id(r, m->tool_call_id))
-        return;
-    inf_put(r, ", \"call_id\": \"");
-    inf_put_string(r, m->tool_call_id);
+    put_id(r, ", \"call_id\": \"", m->tool_call_id);
     inf_put(r, "\"}[/TOOL_RESULTS]");
 }
 
@@ -235,11 +245,10 @@ static void small_calls(struct inf_render *r, const struct inf_message *m)
 {
     for (size_t k = 0; k < m->n_calls; k++) {
         json_t *arguments = inf_arguments(r, &m->calls[k]);
-        if (arguments && check_id(r, m->calls[k].id)) {
+        if (arguments) {
             inf_put(r, "[TOOL_CALLS]");
             inf_put_string(r, m->calls[k].name);
-            inf_put(r, "[CALL_ID]");
-            inf_put_string(r, m->calls[k].id);
+            put_id(r, "[CALL_ID]", m->calls[k].id);
             inf_put(r, "[ARGS]");
             inf_put_json(r, arguments, 0);
         }
@@ -276,10 +285,7 @@ void inf_render_mistral_v13(struct inf_render *r)
             inf_put_from(r, inf_content(m));
             inf_put(r, "[/SYSTEM_PROMPT]");
         } else if (inf_is(m, "tool")) {
-            if (!check_id(r, m->tool_call_id))
-                return;
-            inf_put(r, "[TOOL_RESULTS]");
-            inf_put_string(r, m->tool_call_id);
+            put_id(r, "[TOOL_RESULTS]", m->tool_call_id);
             inf_put(r, "[TOOL_CONTENT]");
             inf_put_from(r, inf_content(m));
             inf_put(r, "[/TOOL_RESULTS]");
