@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SLOTS          2u /* of a thread: one is filled while the other is on the link */
+#define SLOTS_DEFAULT  2u /* one is filled while the other is on the link */
 #define SLOT_DEFAULT   (UINT64_C(1) << 20)
 #define THREADS_ENOUGH 8u
 
@@ -21,8 +21,8 @@ struct helper {
     struct krn_upload *owner;
     pthread_t thread;
     void *stream;
-    void *landed[SLOTS]; /* events */
-    uint8_t *slot[SLOTS];
+    void *landed[KRN_UPLOAD_SLOTS_MAX]; /* events */
+    uint8_t *slot[KRN_UPLOAD_SLOTS_MAX];
 };
 
 struct krn_upload {
@@ -86,7 +86,7 @@ static void *help(void *arg)
     struct krn_upload *u = h->owner;
     struct piece p;
     krn_cuda_enter(u->config.device);
-    for (unsigned i = 0; take(u, &p); i = (i + 1) % SLOTS) {
+    for (unsigned i = 0; take(u, &p); i = (i + 1) % u->config.slots) {
         const char *call = "event_synchronize";
         int result = krn_cuda.event_synchronize(h->landed[i]); /* the slot's copy before */
         if (!result) {
@@ -113,8 +113,8 @@ static int start(struct krn_upload *u, struct helper *h, unsigned number)
 {
     h->owner = u;
     int rc = KRN_CUDA(stream_create, &h->stream, KRN_CUDA_STREAM_NON_BLOCKING);
-    for (unsigned i = 0; i < SLOTS && !rc; i++) {
-        h->slot[i] = u->pinned + (number * SLOTS + i) * u->config.slot_bytes;
+    for (unsigned i = 0; i < u->config.slots && !rc; i++) {
+        h->slot[i] = u->pinned + (number * u->config.slots + i) * u->config.slot_bytes;
         rc = KRN_CUDA(event_create, &h->landed[i], KRN_CUDA_EVENT_NO_TIMING | KRN_CUDA_EVENT_BLOCKING_SYNC);
     }
     return rc;
@@ -129,6 +129,8 @@ int krn_upload_open(const struct krn_upload_config *config, struct krn_upload **
     u->config = *config;
     if (!u->config.slot_bytes)
         u->config.slot_bytes = SLOT_DEFAULT;
+    if (!u->config.slots || u->config.slots > KRN_UPLOAD_SLOTS_MAX)
+        u->config.slots = SLOTS_DEFAULT;
     unsigned want = u->config.threads ? u->config.threads : cpus();
     unsigned most = u->config.threads ? KRN_UPLOAD_THREADS_MAX : THREADS_ENOUGH;
     want = want < 1 ? 1 : want > most ? most : want;
@@ -138,7 +140,8 @@ int krn_upload_open(const struct krn_upload_config *config, struct krn_upload **
     void *pinned;
     int rc = krn_cuda_enter(config->device);
     if (!rc)
-        rc = KRN_CUDA(host_alloc, &pinned, want * SLOTS * u->config.slot_bytes, KRN_CUDA_HOST_PORTABLE);
+        rc = KRN_CUDA(host_alloc, &pinned, want * u->config.slots * u->config.slot_bytes,
+                      KRN_CUDA_HOST_PORTABLE);
     if (!rc)
         u->pinned = pinned;
     for (unsigned i = 0; i < want && !rc; i++)
@@ -226,7 +229,7 @@ void krn_upload_close(struct krn_upload **upload)
                 krn_cuda.stream_synchronize(h->stream); /* reads the slots until then */
                 krn_cuda.stream_destroy(h->stream);
             }
-            for (unsigned s = 0; s < SLOTS; s++)
+            for (unsigned s = 0; s < u->config.slots; s++)
                 if (h->landed[s])
                     krn_cuda.event_destroy(h->landed[s]);
         }

@@ -17,11 +17,13 @@
 #include <stdint.h>
 
 #define KRN_UPLOAD_THREADS_MAX 16u
+#define KRN_UPLOAD_SLOTS_MAX   8u
 
 struct krn_upload_config {
     struct krn_cuda_device *device;
     unsigned threads;    /* 0: as many as pay, at most the CPUs of the process */
-    uint64_t slot_bytes; /* 0: the default; two slots a thread */
+    uint64_t slot_bytes; /* 0: the default */
+    unsigned slots;      /* of each thread; 0: the default */
 };
 
 struct krn_upload;

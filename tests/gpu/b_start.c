@@ -80,12 +80,13 @@ static void result(const char *what, uint64_t bytes, double ms)
 }
 
 static void staged(struct krn_cuda_device *d, int fd, uint64_t bytes, krn_cuda_ptr target, unsigned threads,
-                   uint64_t slot)
+                   unsigned slots, uint64_t slot)
 {
     void *source = map(fd, bytes);
     struct krn_upload *u;
     uint64_t at = shm_now_ns();
-    const struct krn_upload_config config = {.device = d, .threads = threads, .slot_bytes = slot};
+    const struct krn_upload_config config = {
+        .device = d, .threads = threads, .slot_bytes = slot, .slots = slots};
     must(krn_upload_open(&config, &u, &err), "upload");
     double opened = ms_since(at);
     for (uint64_t o = 0; o < bytes; o += BLOB_BYTES)
@@ -96,7 +97,7 @@ static void staged(struct krn_cuda_device *d, int fd, uint64_t bytes, krn_cuda_p
     double done = ms_since(at);
     krn_upload_close(&u);
     char what[80];
-    snprintf(what, sizeof what, "staged, %2u threads, slots of %llu MiB (open %.1f)", threads,
+    snprintf(what, sizeof what, "staged, %2u threads, %u slots of %llu MiB (open %.1f)", threads, slots,
              (unsigned long long)(slot / MIB), opened);
     result(what, bytes, done);
     munmap(source, bytes);
@@ -200,11 +201,12 @@ int main(int argc, char **argv)
     registered(fd, bytes, target, 8, 1024 * MIB);
     registered(fd, bytes, target, 8, 128 * MIB);
     static const struct {
-        unsigned threads;
+        unsigned threads, slots;
         uint64_t mib;
-    } ways[] = {{2, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 4}, {12, 1}, {16, 1}, {16, 2}};
+    } ways[] = {{4, 2, 4}, {8, 2, 1}, {8, 2, 4},  {8, 3, 2},  {8, 4, 1},
+                {8, 4, 2}, {8, 8, 1}, {12, 3, 2}, {16, 3, 1}, {16, 2, 4}};
     for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++)
-        staged(d, fd, bytes, target, ways[i].threads, ways[i].mib * MIB);
+        staged(d, fd, bytes, target, ways[i].threads, ways[i].slots, ways[i].mib * MIB);
     KRN_CUDA(mem_free, target);
     krn_cuda_device_close(&d);
     return 0;
