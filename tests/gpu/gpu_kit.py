@@ -23,8 +23,8 @@ DEVICE = os.environ.get("EXPERTD_DEVICE", "cuda")
 ON_GPU = not DEVICE.startswith("host")
 SERVER = ["--device", DEVICE.split(":")[0]]
 WORKER = ["--device", DEVICE] + ([] if ON_GPU else ["--threads", "1"])
-# Workers at once. On a GPU without MPS they take turns of 2 ms, so that more than two only wait (run.sh starts an MPS).
-LANES = int(os.environ.get("EXPERTD_LANES", "2"))
+# Workers at once. On a GPU without MPS they take turns of 2 ms, and each hand-shake waits for its turn: one is fastest.
+LANES = int(os.environ.get("EXPERTD_LANES", "1" if ON_GPU else "2"))
 STORY_EXPERTS = 48  # of the demo model, a layer
 
 

@@ -12,6 +12,7 @@
 #
 # Prints each one's figures, then a table, last "N passed, N failed, N skipped". Exit status 1 when anything failed,
 # 77 where there is no driver. BUILD_DIR: build-gpu. MESON_OPTIONS: for a first build, -Dgpu_arch=90 for instance.
+# MPS=1: bits and soak with several workers under an MPS.
 # MODEL: a qwen3-30b-a3b model for `stream` that is there already. LIMIT_S: bound of one stage, 300.
 set -uo pipefail
 top=$(cd "$(dirname "$0")/../.." && pwd)
@@ -52,16 +53,16 @@ pytest() { # FILE...
     return $status
 }
 
-# Many workers of one GPU need an MPS, else they take turns of 2 ms: one of our own, if it is installed.
+# MPS=1: several workers at once, under an MPS of our own. Each client takes connections of the GPU, which has few.
 with_mps() { # COMMAND...
-    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
+    if [ -z "${MPS:-}" ] || [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
         "$@"
         return
     fi
     local seen=${CUDA_VISIBLE_DEVICES:-0} dir status
     dir=$(mktemp -d /tmp/xd-mps-XXXXXX)
     (
-        export CUDA_MPS_PIPE_DIRECTORY=$dir CUDA_MPS_LOG_DIRECTORY=$dir EXPERTD_LANES=${EXPERTD_LANES:-8}
+        export CUDA_MPS_PIPE_DIRECTORY=$dir CUDA_MPS_LOG_DIRECTORY=$dir EXPERTD_LANES=${EXPERTD_LANES:-6} CUDA_DEVICE_MAX_CONNECTIONS=4
         CUDA_VISIBLE_DEVICES=$(nvidia-smi -i "${seen%%,*}" --query-gpu=uuid --format=csv,noheader)
         export CUDA_VISIBLE_DEVICES
         if nvidia-cuda-mps-control -d >"$dir/start" 2>&1; then
@@ -97,11 +98,7 @@ stage() {
         "$python" "$top"/tests/data/make_models.py "$build"/models >"$build.log" 2>&1 || tail -n 3 "$build.log"
         pytest test_goldens_gpu.py
         ;;
-    bits)
-        pytest test_bits_gpu.py::test_two_workers test_bits_gpu.py::test_poison_is_seen && with_mps pytest \
-            test_bits_gpu.py::test_short test_bits_gpu.py::test_long
-        ;;
-    soak) with_mps pytest test_soak_gpu.py ;;
+    bits | soak) with_mps pytest "test_$1_gpu.py" ;;
     settings | kills) pytest "test_$1_gpu.py" ;;
     scale) "$python" "$top"/tests/gpu/reference_torch.py "$build" ;;
     restart)

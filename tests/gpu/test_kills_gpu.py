@@ -4,7 +4,7 @@ next answer right.
 
     EXPERTD_BUILD=build python3 -m pytest -s tests/gpu/test_kills_gpu.py
 
-EXPERTD_KILLS (100) of each, EXPERTD_KILL_LANES (4) at a time.
+EXPERTD_KILLS (100) of each, EXPERTD_KILL_LANES (3) at a time.
 """
 import os
 import random
@@ -15,7 +15,7 @@ import time
 from gpu_kit import (ON_GPU, SERVER, Reader, gpu_memory, in_parallel, process_facts, prompts, serve,
                      world)  # noqa: F401
 
-LANES = int(os.environ.get("EXPERTD_KILL_LANES", "4" if ON_GPU else "2"))
+LANES = int(os.environ.get("EXPERTD_KILL_LANES", "3" if ON_GPU else "2"))
 KILLS = int(os.environ.get("EXPERTD_KILLS", "100" if ON_GPU else "20"))
 SLOW_STREAM = ["--floor", 1, "--stream", "full", "--ring", 1, "--chunk", 40]  # as long as one can be
 
@@ -39,7 +39,7 @@ def test_workers_killed(world):
 
     def live():
         orders = ("index", "recent", "predicted")
-        while not done.is_set():
+        while not done.wait(0.02):
             r = survivor.ask("--order", orders[len(answers) % 3], "--stream", ("full", "routed")[len(answers) % 2])
             answers.append(r["hash"])
 
@@ -60,6 +60,9 @@ def test_workers_killed(world):
             reader.process.stdin.close()
             reader.process.stdout.close()
             mine += 1
+            if mine % 4 == 1:
+                print(f"  lane {n}: {mine} killed after {time.monotonic() - start:.1f} s, first answer after "
+                      f"{times[-1]:.2f} s; {len(answers)} answers beside", flush=True)
         return mine
 
     thread = threading.Thread(target=live)
@@ -128,6 +131,9 @@ def test_expertd_killed(world):
             assert r.get("hash") == want, f"{name} after kill {kills}: {r}"
             answers += 1
         back.append(time.monotonic() - begin)
+        if len(back) % 4 == 1:
+            print(f"  {kills} killed after {time.monotonic() - start:.1f} s, serving again after {restart[-1]:.2f} s, answered "
+                  f"after {back[-1]:.2f} s", flush=True)
     assert all("adopted" in d.text() for d in daemons.values()), daemons[names[0]].text()
     memory = gpu_memory()
     facts = [process_facts(r.process.pid) for r in readers.values()]
