@@ -58,7 +58,7 @@ for tool in $tools; do
     if [ "$tool" = racecheck ]; then
         one "$tool" worker $worker --chunk 4 --ids 1,2,3,4 --reads "$run/read" &
         pids+=" $!"
-        for name in ${KERNELS:-dequant norm dense qkv attention router group experts combine}; do
+        for name in ${KERNELS:-$(grep -o '{"[a-z_]*", test_' "$top"/tests/gpu/t_cu_kernels.c | cut -d'"' -f2)}; do
             one "$tool" "$name" "$build"/tests/gpu/t_cu_kernels --small "$name" &
             pids+=" $!"
         done
