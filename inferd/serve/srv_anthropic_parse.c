@@ -124,6 +124,9 @@ PARSE(parse_messages)
         const json_t *item = json_array_get(value, i), *content = json_object_get(item, "content");
         const char *role = json_string_value(json_object_get(item, "role"));
         bool user = role && strcmp(role, "user") == 0;
+        static const char *const known[] = {"role", "content", NULL};
+        if (srv_only_keys(item, known, p->name, "messages", refusal))
+            return -EINVAL;
         if (!user && (!role || strcmp(role, "assistant") != 0))
             return srv_refuse(refusal, 400, NULL, p->name, "messages.%zu.role: must be user or assistant", i);
         if (json_is_array(content)) {
@@ -157,6 +160,12 @@ PARSE(parse_tools)
             return srv_refuse(refusal, 400, NULL, p->name,
                               "tools.%zu: only tools with name and input_schema are supported", i);
         }
+        static const char *const known[] = {"name", "description",   "input_schema",
+                                            "type", "cache_control", NULL};
+        if (srv_only_keys(tool, known, p->name, "tools", refusal)) {
+            json_decref(list);
+            return -EINVAL;
+        }
         json_t *function = json_pack("{s:s}", "name", name);
         if (json_object_get(tool, "description"))
             json_object_set(function, "description", json_object_get(tool, "description"));
@@ -172,7 +181,10 @@ PARSE(parse_tools)
 
 PARSE(parse_tool_choice)
 {
+    static const char *const known[] = {"type", "name", "disable_parallel_tool_use", NULL};
     const char *type = json_string_value(json_object_get(value, "type"));
+    if (srv_only_keys(value, known, p->name, "tool_choice", refusal))
+        return -EINVAL;
     r->one_call = json_is_true(json_object_get(value, "disable_parallel_tool_use"));
     r->tool_name = json_string_value(json_object_get(value, "name"));
     if (type && strcmp(type, "auto") == 0)

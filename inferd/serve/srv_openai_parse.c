@@ -289,6 +289,12 @@ static int parse_message(struct srv_request *r, const json_t *item, struct inf_m
         m->reasoning_bytes = json_string_length(reasoning);
     }
     bool assistant = strcmp(m->role, "assistant") == 0;
+    if ((m->name || m->tool_call_id) && strcmp(m->role, "tool") != 0)
+        return srv_refuse(refusal, 400, "unsupported_parameter", "messages",
+                          "'messages': 'name' and 'tool_call_id' are supported in messages of tools only");
+    if (m->reasoning && !assistant)
+        return srv_refuse(refusal, 400, "unsupported_parameter", "messages",
+                          "'messages': 'reasoning_content' is supported in an assistant's messages only");
     if (json_array_size(calls)) {
         if (!assistant)
             return srv_refuse(refusal, 400, NULL, "messages",
@@ -333,6 +339,13 @@ PARSE(parse_tools)
         if (!type || strcmp(type, "function") != 0 ||
             !json_is_string(json_object_get(json_object_get(tool, "function"), "name")))
             return srv_refuse(refusal, 400, NULL, p->name, "'tools[%zu]' must be a function with a name", i);
+    }
+    for (size_t i = 0; i < json_array_size(value); i++) {
+        static const char *const known[] = {"name", "description", "parameters", "strict", NULL};
+        const json_t *function = json_object_get(json_array_get(value, i), "function");
+        if (srv_only_keys(function, known, p->name, "'tools'", refusal))
+            return -EINVAL;
+        r->strict_tools = r->strict_tools || json_is_true(json_object_get(function, "strict"));
     }
     if (json_array_size(value))
         r->tool_list = json_incref((json_t *)value);
@@ -458,6 +471,9 @@ int srv_openai_check(struct srv_request *r, struct srv_refusal *refusal)
         return srv_refuse(refusal, 400, NULL, "top_logprobs", "'top_logprobs' needs 'logprobs': true");
     if (r->include_usage && !r->stream)
         return srv_refuse(refusal, 400, NULL, "stream_options", "'stream_options' needs 'stream': true");
+    if (r->strict_tools && r->tool_choice == SRV_TOOLS_AUTO)
+        return srv_refuse(refusal, 400, "unsupported_value", "tools",
+                          "'tools': 'strict' is supported with a 'tool_choice' that forces a call only");
     if ((r->tool_choice == SRV_TOOLS_REQUIRED || r->tool_choice == SRV_TOOLS_NAMED) && !r->tool_list)
         return srv_refuse(refusal, 400, NULL, "tool_choice", "'tool_choice' needs 'tools'");
     return 0;

@@ -145,6 +145,23 @@ int srv_parse_stops(struct srv_request *r, const struct srv_parameter *p, const 
     return 0;
 }
 
+int srv_only_keys(const json_t *object, const char *const *known, const char *param, const char *where,
+                  struct srv_refusal *refusal)
+{
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)object, key, value)
+    {
+        size_t i = 0;
+        while (known[i] && strcmp(known[i], key) != 0)
+            i++;
+        if (!known[i] && !json_is_null(value))
+            return srv_refuse(refusal, 400, "unsupported_parameter", param,
+                              "%.100s: '%.60s' is not supported", where, key);
+    }
+    return 0;
+}
+
 int srv_text_of(struct srv_request *r, const json_t *content, const char *param, const char **ret_text,
                 size_t *ret_bytes, struct srv_refusal *refusal)
 {
@@ -164,6 +181,10 @@ int srv_text_of(struct srv_request *r, const json_t *content, const char *param,
             return srv_refuse(refusal, 400, NULL, param,
                               "'%s[%zu]': blocks of type '%.40s' are not supported here", param, i,
                               type ? type : "?");
+        /* cache_control asks for what is done anyway. */
+        static const char *const known[] = {"type", "text", "cache_control", NULL};
+        if (srv_only_keys(block, known, param, param, refusal))
+            return -EINVAL;
         bytes += json_string_length(text);
     }
     char *all = srv_request_own(r, malloc(bytes + 1)), *at = all;

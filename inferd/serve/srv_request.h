@@ -50,6 +50,7 @@ struct srv_request {
     json_t *tool_list;
     enum srv_tool_choice tool_choice;
     const char *tool_name;
+    bool strict_tools;
     bool one_call; /* parallel_tool_calls: false */
     enum inf_thinking thinking;
     const char *effort;
@@ -109,6 +110,11 @@ int srv_parse_model(struct srv_request *r, const struct srv_parameter *p, const 
 
 /* Memory that lives as long as the request. NULL: none. */
 void *srv_request_own(struct srv_request *r, void *memory);
+
+/* Refuses each key of an object that is not in the list; `where` is what the object is called. Nulls count as
+ * absent. */
+int srv_only_keys(const json_t *object, const char *const *known, const char *param, const char *where,
+                  struct srv_refusal *refusal);
 
 /* The text of a list of blocks of type `text` (or a string as it is); other blocks are refused. */
 int srv_text_of(struct srv_request *r, const json_t *content, const char *param, const char **ret_text,

@@ -298,6 +298,18 @@ Test(request, what_cannot_be_honoured_is_refused_by_name)
     refuses(
         parse(SRV_API_MESSAGES, "{\"max_tokens\":1,\"messages\":[{\"role\":\"system\",\"content\":\"hi\"}]}"),
         "role");
+    refuses(CHAT(",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"strict\":true}}]"),
+            "strict");
+    cr_expect_eq(CHAT(",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"strict\":true}}],"
+                      "\"tool_choice\":\"required\""),
+                 0);
+    refuses(CHAT(",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"color\":1}}]"), "color");
+    refuses(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"x\",\"name\":\"me\"}]}"),
+            "name");
+    refuses(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
+                                "\"x\",\"bold\":true}]}]}"),
+            "bold");
+    refuses(MESSAGE(",\"tools\":[{\"name\":\"f\",\"input_schema\":{},\"defer\":true}]"), "defer");
     cr_expect_eq(parse(SRV_API_CHAT, "[]"), 400);
     cr_expect_eq(parse(SRV_API_CHAT, "{\"a\":1,\"a\":1}"), 400);
     cr_expect_eq(parse(SRV_API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"\xFF\"}]}"), 400);
