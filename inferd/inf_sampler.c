@@ -8,6 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+typedef float floats4 __attribute__((vector_size(16)));
+typedef int32_t ints4 __attribute__((vector_size(16)));
+
+#define BLOCK 64u   /* logits looked at together */
+#define FEW   1024u /* top-k for which the best are kept on the way; beyond that a heap of all */
+
 struct candidate {
     float logit;
     int32_t id;
@@ -237,6 +243,24 @@ static void sift_down(struct candidate *heap, uint32_t n, uint32_t at)
     heap[at] = moved;
 }
 
+/* The same with the worst on top. */
+static void sift_worst(struct candidate *heap, uint32_t n, uint32_t at)
+{
+    const struct candidate moved = heap[at];
+    for (;;) {
+        size_t child = 2 * (size_t)at + 1;
+        if (child >= n)
+            break;
+        if (child + 1 < n && before(&heap[child], &heap[child + 1]))
+            child++;
+        if (!before(&moved, &heap[child]))
+            break;
+        heap[at] = heap[child];
+        at = (uint32_t)child;
+    }
+    heap[at] = moved;
+}
+
 /* Takes the best candidate off the heap and puts it at heap[n - 1]. */
 static const struct candidate *pop(struct candidate *heap, uint32_t n)
 {
@@ -245,6 +269,81 @@ static const struct candidate *pop(struct candidate *heap, uint32_t n)
     sift_down(heap, n - 1, 0);
     heap[n - 1] = top;
     return &heap[n - 1];
+}
+
+/* False: the token is out of question. */
+static bool candidate_of(const struct inf_sampler *s, const float *logits, uint32_t i,
+                         struct candidate *ret_candidate)
+{
+    const float logit = logits[i];
+    if (isnan(logit) || (isinf(logit) && logit < 0))
+        return false;
+    if (s->allowed && !(s->allowed[i / 64] >> (i % 64) & 1))
+        return false;
+    if (s->bias && isinf(s->bias[i]) && s->bias[i] < 0)
+        return false;
+    /* Finite from here on, so that differences are numbers. */
+    *ret_candidate = (struct candidate){.logit = fmaxf(-FLT_MAX, fminf(FLT_MAX, penalized(s, logit, i))),
+                                        .id = (int32_t)i};
+    return true;
+}
+
+static bool any_above(const float *block, float limit)
+{
+    const floats4 t = {limit, limit, limit, limit};
+    ints4 above = {0};
+    for (uint32_t j = 0; j < BLOCK; j += 4) {
+        floats4 v;
+        memcpy(&v, block + j, sizeof v);
+        above |= v > t;
+    }
+    return above[0] | above[1] | above[2] | above[3];
+}
+
+/* The k best, k at most n_vocab: cands[k - 1] first, as pops of a whole heap would leave them. Returns how
+ * many there are. Most logits are below the worst that is kept, which a look at many at a time shows. */
+static uint32_t best_of(struct inf_sampler *s, const float *logits, uint32_t k)
+{
+    struct candidate *kept = s->cands;                             /* a heap with the worst on top */
+    const bool plain = !s->window_size && !s->bias && !s->written; /* no logit is changed */
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < s->n_vocab;) {
+        if (plain && n == k) {
+            const float worst = kept[0].logit;
+            while (i + BLOCK <= s->n_vocab) {
+                if (any_above(logits + i, worst))
+                    break;
+                i += BLOCK;
+            }
+        }
+        const uint32_t end = s->n_vocab - i < BLOCK ? s->n_vocab : i + BLOCK;
+        for (; i < end; i++) {
+            struct candidate c;
+            if (!candidate_of(s, logits, i, &c))
+                continue;
+            if (n < k) {
+                uint32_t at = n++;
+                for (; at && before(&kept[(at - 1) / 2], &c); at = (at - 1) / 2)
+                    kept[at] = kept[(at - 1) / 2];
+                kept[at] = c;
+            } else if (before(&c, &kept[0])) {
+                kept[0] = c;
+                sift_worst(kept, k, 0);
+            }
+        }
+    }
+    for (uint32_t left = n; left > 1; left--) { /* the worst to the end, then the other way round */
+        const struct candidate worst = kept[0];
+        kept[0] = kept[left - 1];
+        sift_worst(kept, left - 1, 0);
+        kept[left - 1] = worst;
+    }
+    for (uint32_t i = 0; i < n / 2; i++) {
+        const struct candidate c = kept[i];
+        kept[i] = kept[n - 1 - i];
+        kept[n - 1 - i] = c;
+    }
+    return n;
 }
 
 static int32_t draw(struct inf_sampler *s, const struct candidate *cands, uint32_t n, int step, double sum)
@@ -265,22 +364,22 @@ static int32_t draw(struct inf_sampler *s, const struct candidate *cands, uint32
 int32_t inf_sampler_next(struct inf_sampler *s, const float *logits)
 {
     const struct inf_sampler_params *p = &s->params;
+    const uint32_t few = p->temperature == 0 ? 1 : (uint32_t)p->top_k;
+    const bool sorted = few && few <= FEW && few < s->n_vocab && best_of(s, logits, few) == few;
     struct candidate best = {0};
     uint32_t n = 0;
-    for (uint32_t i = 0; i < s->n_vocab; i++) {
-        float logit = logits[i];
-        if (isnan(logit) || (isinf(logit) && logit < 0))
-            continue;
-        if (s->allowed && !(s->allowed[i / 64] >> (i % 64) & 1))
-            continue;
-        if (s->bias && isinf(s->bias[i]) && s->bias[i] < 0)
-            continue;
-        /* Finite from here on, so that differences are numbers. */
-        logit = fmaxf(-FLT_MAX, fminf(FLT_MAX, penalized(s, logit, i)));
-        struct candidate c = {.logit = logit, .id = (int32_t)i};
-        if (!n || before(&c, &best))
-            best = c;
-        s->cands[n++] = c;
+    if (sorted) {
+        n = few;
+        best = s->cands[n - 1];
+    } else {
+        for (uint32_t i = 0; i < s->n_vocab; i++) {
+            struct candidate c;
+            if (!candidate_of(s, logits, i, &c))
+                continue;
+            if (!n || before(&c, &best))
+                best = c;
+            s->cands[n++] = c;
+        }
     }
     if (!n)
         return -EDOM;
@@ -293,14 +392,14 @@ int32_t inf_sampler_next(struct inf_sampler *s, const float *logits)
             sum += s->weights[i] = exp(((double)s->cands[i].logit - (double)best.logit) * scale);
         return draw(s, s->cands, n, 1, sum);
     }
-    for (uint32_t i = n / 2; i-- > 0;)
+    for (uint32_t i = n / 2; i-- > 0 && !sorted;)
         sift_down(s->cands, n, i);
     /* The best come off the heap to the array's end, s->cands[n - 1] first.
      * Without top-k the heap is opened only as far as needed: mostly a few. */
-    bool cut = p->top_k && (uint32_t)p->top_k < n;
+    bool cut = sorted || (p->top_k && (uint32_t)p->top_k < n);
     uint32_t limit = cut ? (uint32_t)p->top_k : n, n_kept = 0;
     for (uint32_t i = 0; i < limit; i++) {
-        const struct candidate *c = cut ? pop(s->cands, n - i) : &s->cands[i];
+        const struct candidate *c = sorted ? &s->cands[n - 1 - i] : cut ? pop(s->cands, n - i) : &s->cands[i];
         if (cut || p->top_p < 1)
             sum += s->weights[i] = exp(((double)c->logit - (double)best.logit) * scale);
     }
