@@ -170,26 +170,37 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
     pass.on_routes = o->on_routes ? relay_routes : NULL;
     pass.on_layer = o->on_progress ? relay_layer : NULL;
 
-    struct inf_chunk chunk = {.tokens = tokens, .position = c->n};
+    /* A generated token that needs nothing of expertd does not wait for it either. */
+    if (o->generated && e->store.all_resident && pass.demand) {
+        pass.stream = NULL;
+        memset(c->counts, 0, sizeof *c->counts * c->layers * c->experts);
+    }
+
+    struct inf_chunk chunk = {
+        .tokens = tokens,
+        .position = c->n,
+        .stream = {.policy = SHM_POLICY_DEMAND, .order = set->order, .depth = set->depth}};
     uint64_t start_ns = shm_now_ns();
     const uint32_t *predicted = NULL;
     int rc = e->model->arch->embed(e->device, &pass, err);
     if (!rc && pass.predict)
         rc = e->device->ops->predict_first(e->device, &pass, &predicted, err);
-    inf_stream_know(pass.stream, o->known);
-    if (!rc)
+    if (pass.stream)
+        inf_stream_know(pass.stream, o->known);
+    if (!rc && pass.stream)
         rc = inf_stream_begin(pass.stream, tokens, c->n, predicted, c->recent, err);
     if (rc)
         return rc;
     rc = e->model->arch->forward(e->model, e->device, &pass, err);
-    if (!rc)
+    if (!rc && pass.stream)
         rc = inf_stream_end(pass.stream, &chunk.stream, err);
     if (rc) {
-        inf_stream_cancel(pass.stream, NULL); /* a lost stream shows in inf_store_alive */
+        inf_stream_cancel(e->store.stream, NULL); /* a lost stream shows in inf_store_alive */
         return rc;
     }
     chunk.ns = shm_now_ns() - start_ns;
-    chunk.stream.wait_ns = inf_stream_wait_ns(pass.stream);
+    if (pass.stream)
+        chunk.stream.wait_ns = inf_stream_wait_ns(pass.stream);
     memcpy(c->tokens + c->n, ids, tokens * sizeof *ids);
     c->n += tokens;
     remember(c, tokens);

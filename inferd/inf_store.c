@@ -167,6 +167,7 @@ static int copy_residents(struct inf_store *s, struct shm_error *err)
     }
     s->resident = table;
     s->resident_bytes = bytes;
+    s->all_resident = n == h->experts;
     return 0;
 }
 

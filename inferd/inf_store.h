@@ -56,6 +56,7 @@ struct inf_store {
     const uint8_t **resident; /* [layers * experts] addresses in the device's memory, NULL entries are
                                  streamed; NULL: none */
     uint64_t resident_bytes;
+    bool all_resident;
 };
 
 /* Nothing is opened yet. The config is copied, its strings are borrowed. */
