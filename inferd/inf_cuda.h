@@ -76,6 +76,7 @@ struct inf_cuda {
 
     uint32_t chunk;
     struct inf_cuda_act act;
+    uint32_t rope_first, rope_rows; /* positions that act.rope holds */
     krn_cuda_ptr memory;
     uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits */
     krn_cuda_ptr host_device;

@@ -11,6 +11,7 @@
 #define PREDICT_ALL    2048u
 #define PREDICT_SAMPLE 1024u
 #define PREDICT_PIECES 4u
+#define ROPE_AHEAD     64u /* rows of the rotary table that are made together for generated tokens */
 
 /* A step's operations on the stream; the first failure ends it. */
 #define TRY(call)                                                                                            \
@@ -44,8 +45,13 @@ int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_er
     inf_cuda_profile_begin(c);
     memcpy(c->host_ids, p->ids, p->tokens * sizeof *p->ids); /* no earlier pass reads them any more */
     TRY(krn_cu_embed(c->cu, c->stream, &c->embed, c->host_device, p->tokens, c->act.x));
-    TRY(krn_cu_rope_table(c->cu, c->stream, p->position, p->tokens, m->shape.head_dim, m->hparams.rope_base,
-                          c->act.rope));
+    /* Generated tokens follow each other: a table serves many. */
+    if (!decodes(p) || p->position - c->rope_first >= c->rope_rows) {
+        c->rope_first = p->position;
+        c->rope_rows = !decodes(p) ? p->tokens : c->chunk < ROPE_AHEAD ? c->chunk : ROPE_AHEAD;
+        TRY(krn_cu_rope_table(c->cu, c->stream, c->rope_first, c->rope_rows, m->shape.head_dim,
+                              m->hparams.rope_base, c->act.rope));
+    }
     inf_cuda_stamp(c, INF_STEP_HEAD);
     c->layer_now = 0;
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
@@ -55,8 +61,41 @@ int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_er
 static int dense(struct inf_cuda *c, const struct inf_pass *p, const struct krn_cu_matrix *m,
                  krn_cuda_ptr x16, bool add, krn_cuda_ptr y)
 {
-    return decodes(p) ? krn_cu_gemv(c->cu, c->stream, m, x16, p->tokens, add, y)
-                      : krn_cu_dense(c->cu, c->stream, m, x16, p->tokens, add, c->act.dense, y);
+    return krn_cu_dense(c->cu, c->stream, m, x16, p->tokens, add, c->act.dense, y);
+}
+
+/* A generated token: projections, then everything until the attention's output, then its projection. */
+static int token_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer,
+                           struct shm_error *err)
+{
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_cuda_layer *l = &c->layer[layer];
+    const struct krn_cu_kv *kv = &((const struct inf_kv_cuda *)p->kv)->layer[layer];
+    const float eps = c->model->hparams.rms_eps;
+    const struct krn_cu_product product = {.m = {&l->q, &l->k, &l->v},
+                                           .y = {a->q, a->k, a->v},
+                                           .count = 3,
+                                           .x = a->x,
+                                           .norm = l->attn_norm,
+                                           .eps = eps,
+                                           .tokens = 1};
+    const struct krn_cu_token_heads heads = {.q = a->q,
+                                             .k = a->k,
+                                             .v = a->v,
+                                             .q_weight = l->q_norm,
+                                             .k_weight = l->k_norm,
+                                             .table = a->rope + (uint64_t)(p->position - c->rope_first) *
+                                                                    c->model->shape.head_dim * 4,
+                                             .scratch = a->decode,
+                                             .y_f16 = a->y16,
+                                             .position = p->position,
+                                             .heads = c->model->shape.heads,
+                                             .eps = eps};
+    int rc;
+    TRY(krn_cu_gemv_of(c->cu, c->stream, &product));
+    TRY(krn_cu_token_attention(c->cu, c->stream, kv, &heads));
+    TRY(krn_cu_gemv(c->cu, c->stream, &l->output, a->y16, 1, true, a->x));
+    return 0;
 }
 
 int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
@@ -72,17 +111,19 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
     c->layer_now = layer;
     if (layer == 0) /* the stream was begun meanwhile */
         inf_cuda_stamp(c, INF_STEP_IDLE);
-    TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->attn_norm, eps, p->tokens, s->hidden, 0, a->normed16));
-    TRY(dense(c, p, &l->q, a->normed16, false, a->q));
-    TRY(dense(c, p, &l->k, a->normed16, false, a->k));
-    TRY(dense(c, p, &l->v, a->normed16, false, a->v));
-    TRY(krn_cu_qkv(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q, a->k, a->v, l->q_norm,
-                   l->k_norm, eps, a->rope, a->q16));
-    if (decodes(p))
-        TRY(krn_cu_decode(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q16, a->decode, a->y16));
-    else
+    if (decodes(p)) {
+        if ((rc = token_attention(c, p, layer, err)))
+            return rc;
+    } else {
+        TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->attn_norm, eps, p->tokens, s->hidden, 0, a->normed16));
+        TRY(dense(c, p, &l->q, a->normed16, false, a->q));
+        TRY(dense(c, p, &l->k, a->normed16, false, a->k));
+        TRY(dense(c, p, &l->v, a->normed16, false, a->v));
+        TRY(krn_cu_qkv(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q, a->k, a->v, l->q_norm,
+                       l->k_norm, eps, a->rope, a->q16));
         TRY(krn_cu_attention(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q16, a->y16));
-    TRY(dense(c, p, &l->output, a->y16, true, a->x));
+        TRY(dense(c, p, &l->output, a->y16, true, a->x));
+    }
     inf_cuda_stamp(c, INF_STEP_ATTENTION);
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
     return inf_cuda_spend(c, p, p->stream, 12, err);
@@ -232,6 +273,70 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
     return 0;
 }
 
+/* A generated token: the router in one launch; experts that are all in reach in two more, which add to the
+ * residual. Else the residents, then group by group, then what they add up to: the same bits. */
+static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, bool predicts,
+                         struct shm_error *err)
+{
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_cuda_layer *l = &c->layer[layer];
+    const struct krn_shape *s = &c->model->shape;
+    const float eps = c->model->hparams.rms_eps;
+    const bool waits = p->stream && !(c->all_resident && c->all_resident[layer]);
+    const bool together = !waits || groups_together(c, p) == c->geometry.groups_per_layer;
+    struct krn_cu_publication publication;
+    int rc;
+    if (p->stream)
+        publication = publication_of(c, p, layer, predicts);
+    const struct krn_cu_token_route route = {
+        .x = a->x,
+        .norm = l->ffn_norm,
+        .w = l->router,
+        .scores = a->scores,
+        .ids = a->ids,
+        .weights = a->weights,
+        .blobs = a->plan,
+        .resident = c->resident_table ? c->resident_table + (uint64_t)layer * s->experts * 8 : 0,
+        .predicted_ids = predicts ? a->predicted_ids : 0,
+        .publication = p->stream ? &publication : NULL,
+        .hidden = s->hidden,
+        .experts = s->experts,
+        .top_k = s->top_k,
+        .eps = eps,
+        .renorm = c->model->hparams.norm_topk != 0};
+    TRY(krn_cu_token_router(c->cu, c->stream, &route));
+    inf_cuda_stamp(c, INF_STEP_ROUTER);
+    if ((rc = inf_cuda_spend(c, p, p->stream, 2, err)) ||
+        (p->on_routes && (rc = show_routes(c, p, layer, err))))
+        return rc;
+    if (p->on_layer)
+        p->on_layer(p->ctx, layer);
+    struct krn_cu_expert_run run = {.shape = &l->experts,
+                                    .resident = route.resident,
+                                    .tokens = 1,
+                                    .decode = true,
+                                    .ids = a->ids,
+                                    .x_f32 = a->x,
+                                    .norm = l->ffn_norm,
+                                    .eps = eps,
+                                    .plan = a->plan,
+                                    .hidden_rows = a->hidden_rows,
+                                    .weights = together ? a->weights : 0,
+                                    .out = together ? a->x : a->out};
+    if (!waits || (!together && run.resident)) {
+        run.located = true;
+        TRY(krn_cu_experts(c->cu, c->stream, &run));
+        run.located = false;
+    }
+    run.all = together;
+    if (waits && (rc = streamed(c, p, layer, run, err)))
+        return rc;
+    if (!together)
+        TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, 1, s->top_k, s->hidden, a->x));
+    inf_cuda_stamp(c, INF_STEP_EXPERTS);
+    return inf_cuda_spend(c, p, p->stream, 4, err);
+}
+
 int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
@@ -247,6 +352,11 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
         return shm_error_set(err, ECANCELED, "cancelled");
     if (predicts && (rc = predict(c, p, layer + 1, err)))
         return rc;
+    if (decodes(p)) {
+        rc = token_experts(c, p, layer, predicts, err);
+        c->base.times.enqueue_ns += shm_now_ns() - at_ns - (c->base.times.wait_ns - waited_ns);
+        return rc;
+    }
     TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->ffn_norm, m->hparams.rms_eps, p->tokens, s->hidden,
                        a->normed, a->normed16));
     TRY(krn_cu_scores(c->cu, c->stream, a->normed, l->router, p->tokens, s->experts, s->hidden, a->scores));
@@ -269,7 +379,6 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
         .groups = &groups,
         .resident = c->resident_table ? c->resident_table + (uint64_t)layer * s->experts * 8 : 0,
         .tokens = p->tokens,
-        .decode = decodes(p),
         .x_f16 = a->normed16,
         .plan = a->plan,
         .hidden_rows = a->hidden_rows,
@@ -287,9 +396,11 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
     return inf_cuda_spend(c, p, p->stream, 4, err);
 }
 
-/* Groups of last layers that nothing was waited for. */
+/* Groups of last layers that nothing was waited for; behind the logits, since expertd takes its time. */
 static int release_rest(struct inf_cuda *c, const struct inf_pass *p, struct shm_error *err)
 {
+    if (!p->stream)
+        return 0;
     const uint64_t end =
         inf_stream_group_base(p->stream) + (uint64_t)c->geometry.layers * c->geometry.groups_per_layer;
     int rc;
@@ -298,6 +409,7 @@ static int release_rest(struct inf_cuda *c, const struct inf_pass *p, struct shm
     TRY(KRN_CUDA(wait_32, c->stream, c->flag, (uint32_t)end, KRN_CUDA_WAIT_GEQ));
     TRY(KRN_CUDA(write_64, c->stream, inf_cuda_control(c, &c->control.worker->released_groups), end, 0));
     c->released = end;
+    inf_cuda_stamp(c, INF_STEP_STALL);
     return inf_cuda_spend(c, p, p->stream, 2, err);
 }
 
@@ -307,25 +419,34 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
     const struct inf_cuda_act *a = &c->act;
     const struct inf_model *m = c->model;
     const uint32_t hidden = m->shape.hidden, vocab = m->hparams.vocab;
-    int rc = p->stream ? release_rest(c, p, err) : 0;
-    if (rc)
-        return rc;
-    inf_cuda_stamp(c, INF_STEP_STALL);
+    int rc = 0;
     for (uint32_t t = p->first_logit; t < p->tokens; t += INF_CUDA_LOGIT_ROWS) {
         uint32_t rows = p->tokens - t < INF_CUDA_LOGIT_ROWS ? p->tokens - t : INF_CUDA_LOGIT_ROWS;
-        TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x + (uint64_t)t * hidden * 4, c->output_norm,
-                           m->hparams.rms_eps, rows, hidden, 0, a->normed16));
-        TRY(decodes(p)
-                ? krn_cu_gemv(c->cu, c->stream, &c->head, a->normed16, rows, false, a->logits)
-                : krn_cu_dense(c->cu, c->stream, &c->head, a->normed16, rows, false, a->dense, a->logits));
+        const krn_cuda_ptr x = a->x + (uint64_t)t * hidden * 4;
+        if (decodes(p)) {
+            const struct krn_cu_product product = {.m = {&c->head},
+                                                   .y = {a->logits},
+                                                   .count = 1,
+                                                   .x = x,
+                                                   .norm = c->output_norm,
+                                                   .eps = m->hparams.rms_eps,
+                                                   .tokens = 1};
+            TRY(krn_cu_gemv_of(c->cu, c->stream, &product));
+        } else {
+            TRY(krn_cu_rmsnorm(c->cu, c->stream, x, c->output_norm, m->hparams.rms_eps, rows, hidden, 0,
+                               a->normed16));
+            TRY(krn_cu_dense(c->cu, c->stream, &c->head, a->normed16, rows, false, a->dense, a->logits));
+        }
         TRY(KRN_CUDA(copy_out_async, c->host_logits, a->logits, (size_t)rows * vocab * 4, c->stream));
         inf_cuda_stamp(c, INF_STEP_HEAD);
+        if (t == p->first_logit && (rc = release_rest(c, p, err)))
+            return rc;
         if ((rc = inf_cuda_finish(c, p, p->stream, err)))
             return rc;
         if (p->on_logits)
             p->on_logits(p->ctx, p->position + t, rows, c->host_logits);
     }
-    if (p->first_logit >= p->tokens)
+    if (p->first_logit >= p->tokens && !(rc = release_rest(c, p, err)))
         rc = inf_cuda_finish(c, p, p->stream, err);
     if (!rc)
         inf_cuda_profile_collect(c);

@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: MIT */
 #include "kernels/krn_cu.h"
 
+#include "kernels/krn_cu_priv.h"
 #include "kernels/krn_fatbin.h"
 
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 
-#define MODULES      8
+#define MODULES      6
 #define THREADS      256u
 #define GEMM_THREADS 128u
-#define GEMV_WARPS   4u
-#define GEMV_ROWS    4u            /* of a warp */
 #define TILE_BYTES   (128u * 128u) /* 128 rows of 64 f16 */
 #define DENSE_SHARED (3 * 2 * TILE_BYTES)
 #define TILE_FEW     32u
@@ -31,9 +30,6 @@
     X(rope_table, basic)                                                                                     \
     X(qkv, basic)                                                                                            \
     X(combine, basic)                                                                                        \
-    X(gemv, gemv)                                                                                            \
-    X(gate_up_gemv, gemv)                                                                                    \
-    X(down_gemv, gemv)                                                                                       \
     X(scores, router)                                                                                        \
     X(scores_few, router)                                                                                    \
     X(select_128, router)                                                                                    \
@@ -58,17 +54,14 @@
     X(wg_down_q4_k_few, experts_sm90)                                                                        \
     X(attention_64, attn)                                                                                    \
     X(attention_128, attn)                                                                                   \
-    X(decode_part, decode)                                                                                   \
-    X(decode_join, decode)                                                                                   \
     X(attention_64_sm90, attn_sm90)                                                                          \
     X(attention_128_sm90, attn_sm90)
 
 #define ENUM(kernel, module) K_##kernel,
 enum kernel { KERNELS(ENUM) KERNEL_COUNT };
-enum module { M_basic, M_router, M_gemm, M_gemv, M_attn, M_decode, M_attn_sm90, M_experts_sm90 };
-static const char *const module_names[MODULES] = {"krn_cu_basic",     "krn_cu_router",      "krn_cu_gemm",
-                                                  "krn_cu_gemv",      "krn_cu_attn",        "krn_cu_decode",
-                                                  "krn_cu_attn_sm90", "krn_cu_experts_sm90"};
+enum module { M_basic, M_router, M_gemm, M_attn, M_attn_sm90, M_experts_sm90 };
+static const char *const module_names[MODULES] = {"krn_cu_basic", "krn_cu_router",    "krn_cu_gemm",
+                                                  "krn_cu_attn",  "krn_cu_attn_sm90", "krn_cu_experts_sm90"};
 #define ROW(kernel, module) {"krn_dev_" #kernel, M_##module},
 static const struct {
     const char *name;
@@ -79,7 +72,8 @@ struct krn_cu {
     struct krn_cuda_device *device;
     void *module[MODULES];
     void *function[KERNEL_COUNT];
-    krn_cuda_ptr sums; /* Hopper's prompt attention: KRN_CU_SUMS_BYTES a multiprocessor */
+    krn_cuda_ptr sums;          /* Hopper's prompt attention: KRN_CU_SUMS_BYTES a multiprocessor */
+    struct krn_cu_token *token; /* what generated tokens have of their own */
 };
 
 static uint32_t div_up(uint64_t a, uint32_t b)
@@ -113,6 +107,8 @@ int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct 
         rc = KRN_CUDA(mem_alloc, &cu->sums, sums) || KRN_CUDA(memset_8_async, cu->sums, 0, sums, NULL)
                  ? -ENOMEM
                  : 0;
+    if (rc == 0)
+        rc = krn_cu_token_create(device, err, &cu->token);
     if (rc) {
         krn_cu_destroy(&cu);
         return rc;
@@ -125,6 +121,7 @@ void krn_cu_destroy(struct krn_cu **cu)
 {
     if (!*cu)
         return;
+    krn_cu_token_destroy(&(*cu)->token);
     for (int m = 0; m < MODULES; m++)
         if ((*cu)->module[m])
             krn_cuda.module_unload((*cu)->module[m]);
@@ -139,6 +136,11 @@ struct krn_cu_matrix krn_cu_matrix_of(const struct krn_mat *m, krn_cuda_ptr data
     uint64_t row_bytes = 0;
     krn_row_bytes(m->type, m->cols, &row_bytes);
     return (struct krn_cu_matrix){data, m->type->ggml_id, m->rows, m->cols, (uint32_t)row_bytes};
+}
+
+struct krn_cu_token *krn_cu_token_of(struct krn_cu *cu)
+{
+    return cu->token;
 }
 
 struct grid {
@@ -241,24 +243,6 @@ int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m,
                   stream, &a);
 }
 
-/* A vector as floats, 4 of padding behind each 64. */
-static uint32_t vector_shared(uint32_t cols)
-{
-    return div_up(cols, 64) * 68 * 4;
-}
-
-int krn_cu_gemv(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
-                uint32_t tokens, bool add, krn_cuda_ptr y)
-{
-    struct krn_cu_gemv_args a = {*m, x, y, tokens, add};
-    if (vector_shared(m->cols) > 48u * 1024)
-        return -EINVAL;
-    return launch(cu, K_gemv,
-                  (struct grid){div_up(m->rows, GEMV_WARPS * GEMV_ROWS), tokens, 1, GEMV_WARPS * 32,
-                                vector_shared(m->cols)},
-                  stream, &a);
-}
-
 int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
                       float base, krn_cuda_ptr table)
 {
@@ -279,11 +263,6 @@ int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint
         return -EINVAL;
     uint64_t warps = (uint64_t)tokens * (heads + 2 * kv->kv_heads);
     return launch(cu, K_qkv, (struct grid){div_up(warps, THREADS / 32), 1, 1, THREADS, 0}, stream, &a);
-}
-
-static float score_scale(uint32_t head_dim)
-{
-    return (float)(1.4426950408889634 / sqrt((double)head_dim));
 }
 
 /* Hopper's kernel: blocks take (queries, head) items whole, but for the last ones, which would leave blocks
@@ -329,7 +308,7 @@ int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv
                                       .kv_heads = kv->kv_heads,
                                       .head_dim = kv->head_dim,
                                       .ctx = kv->ctx,
-                                      .scale_log2 = score_scale(kv->head_dim)};
+                                      .scale_log2 = krn_cu_score_scale(kv->head_dim)};
     if ((kv->head_dim != 64 && kv->head_dim != 128) || kv->ctx % KRN_CU_KEY_BLOCK)
         return -EINVAL;
     if (cu->module[M_attn_sm90])
@@ -338,35 +317,6 @@ int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv
     return launch(cu, kv->head_dim == 128 ? K_attention_128 : K_attention_64,
                   (struct grid){heads, div_up(tokens, KRN_CU_QUERY_BLOCK), 1, GEMM_THREADS, shared}, stream,
                   &a);
-}
-
-uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim)
-{
-    return (uint64_t)div_up(ctx, KRN_CU_SPLIT_KEYS) * tokens * heads * (head_dim + 2) * sizeof(float);
-}
-
-int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
-                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr scratch, krn_cuda_ptr y)
-{
-    uint32_t parts = div_up((uint64_t)position + tokens, KRN_CU_SPLIT_KEYS);
-    struct krn_cu_decode_args a = {q,
-                                   kv->k,
-                                   kv->v,
-                                   y,
-                                   scratch,
-                                   tokens,
-                                   position,
-                                   heads,
-                                   kv->kv_heads,
-                                   kv->head_dim,
-                                   kv->ctx,
-                                   parts,
-                                   score_scale(kv->head_dim)};
-    if (kv->head_dim > 128 || kv->head_dim % 16)
-        return -EINVAL;
-    uint32_t sets = div_up(heads / kv->kv_heads, KRN_CU_SPLIT_HEADS);
-    int rc = launch(cu, K_decode_part, (struct grid){parts, kv->kv_heads * sets, tokens, 128, 0}, stream, &a);
-    return rc ? rc : launch(cu, K_decode_join, (struct grid){heads, tokens, 1, 128, 0}, stream, &a);
 }
 
 int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr w, uint32_t tokens,
@@ -440,11 +390,11 @@ static uint64_t plan_jobs_bytes(uint32_t experts)
 
 uint64_t krn_cu_plan_bytes(uint32_t tokens, uint32_t top_k, uint32_t experts)
 {
-    uint64_t slots = (uint64_t)tokens * top_k; /* in decode a tile is one slot */
-    return PLAN_HEAD + plan_jobs_bytes(experts) + 4 * (slots + experts);
+    uint64_t slots = (uint64_t)tokens * top_k;
+    return PLAN_HEAD + plan_jobs_bytes(experts) + 8 * (slots + experts); /* 8: decode's addresses */
 }
 
-/* How an expert layer is run: tokens of a tile (1: a vector), raw strides of its products, kernels, and
+/* How an expert layer is run: tokens of a tile, raw strides of its products, kernels, and
  * blocks that fit on the GPU at a time; they walk over the tiles. */
 struct expert_plan {
     uint32_t tile, stride[2], shared[2], threads, blocks;
@@ -508,14 +458,6 @@ static bool plan_experts(const struct krn_cu *cu, const struct krn_cu_expert_run
 {
     const struct krn_cu_expert_shape *s = run->shape;
     const bool many = run->tokens * s->top_k / s->experts >= EXPERT_MANY;
-    if (run->decode) {
-        const uint32_t up = vector_shared(s->gate.cols), down = vector_shared(s->down.cols);
-        *p = (struct expert_plan){.tile = 1,
-                                  .shared = {up, down},
-                                  .threads = GEMV_WARPS * 32,
-                                  .kernel = {K_gate_up_gemv, K_down_gemv}};
-        return larger(up, down) <= 48u * 1024;
-    }
     return cu->module[M_experts_sm90] ? plan_wgmma(cu, s, many, p)
                                       : plan_mma(cu, s, many, p) || plan_mma(cu, s, false, p);
 }
@@ -525,8 +467,11 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
     const struct krn_cu_expert_shape *s = run->shape;
     const uint32_t slots = run->tokens * s->top_k;
     struct expert_plan p;
-    if (s->gate.cols % 16 || s->down.cols % 16 || s->experts > KRN_EXPERTS_MAX ||
-        slots / (run->decode ? 1 : TILE_FEW) > 0xffff || !plan_experts(cu, run, &p))
+    if (s->gate.cols % 16 || s->down.cols % 16 || s->experts > KRN_EXPERTS_MAX)
+        return -EINVAL;
+    if (run->decode)
+        return krn_cu_token_experts(cu->token, stream, run);
+    if (slots / TILE_FEW > 0xffff || !plan_experts(cu, run, &p))
         return -EINVAL;
     struct krn_cu_plan_args plan = {.table = run->table,
                                     .resident = run->resident,
@@ -562,8 +507,6 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
     int rc = launch(cu, K_plan, (struct grid){1, 1, 1, 1024, 0}, stream, &plan);
     for (int i = 0; rc == 0 && i < 2; i++) {
         struct grid grid = {p.blocks * (uint32_t)cu->device->multiprocessors, 1, 1, p.threads, p.shared[i]};
-        if (run->decode)
-            grid.x = div_up(i ? s->down.rows : s->gate.rows, GEMV_WARPS * GEMV_ROWS), grid.y = slots;
         rc = launch(cu, p.kernel[i], grid, stream, i ? &down : &up);
     }
     return rc;

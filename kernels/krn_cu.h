@@ -54,6 +54,10 @@ struct krn_cu;
 int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct krn_cu **ret_cu);
 void krn_cu_destroy(struct krn_cu **cu);
 
+/* Kernels of generated tokens may be started before the one before them has ended (the default where the GPU
+ * and the driver know it): no other bits, less time. Returns what is now. */
+bool krn_cu_overlap(struct krn_cu *cu, bool wanted);
+
 /* m with its bytes at `data` on the device, 16-byte aligned and readable up to the next multiple of 16. */
 struct krn_cu_matrix krn_cu_matrix_of(const struct krn_mat *m, krn_cuda_ptr data);
 
@@ -74,9 +78,23 @@ uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m);
 int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_f16,
                  uint32_t tokens, bool add, krn_cuda_ptr scratch, krn_cuda_ptr y);
 
-/* The same for generated tokens: bound by reading m once a token. cols <= 48K. */
+/* The same for generated tokens: bound by reading m once a token. -EINVAL: more columns than a block has room
+ * for (20,000 and more). */
 int krn_cu_gemv(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_f16,
                 uint32_t tokens, bool add, krn_cuda_ptr y);
+
+/* Up to three matrices on the same vector, in one launch. x float, with norm weights: normed on the way. */
+struct krn_cu_product {
+    const struct krn_cu_matrix *m[3];
+    krn_cuda_ptr y[3]; /* float [tokens][rows] */
+    uint32_t count;
+    krn_cuda_ptr x;    /* f16 [tokens][cols]; with norm float */
+    krn_cuda_ptr norm; /* float [cols]; 0: none */
+    float eps;
+    uint32_t tokens;
+    bool add;
+};
+int krn_cu_gemv_of(struct krn_cu *cu, void *stream, const struct krn_cu_product *p);
 
 /* Attention. table float [tokens][head_dim], as krn_host_rope_table. */
 int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
@@ -107,6 +125,16 @@ int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, u
                   uint32_t tokens, uint32_t heads, krn_cuda_ptr q_f16, krn_cuda_ptr scratch,
                   krn_cuda_ptr y_f16);
 
+/* One generated token from its projections: as krn_cu_qkv, then krn_cu_decode. q, k, v float, y f16. Launches
+ * of one device's token kernels must not overlap: they share counters. */
+struct krn_cu_token_heads {
+    krn_cuda_ptr q, k, v, q_weight, k_weight, table, scratch, y_f16;
+    uint32_t position, heads;
+    float eps;
+};
+int krn_cu_token_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv,
+                           const struct krn_cu_token_heads *h);
+
 /* Router. scores [tokens][experts] = x_f32 [tokens][hidden] * w [experts][hidden], float32. */
 int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x_f32, krn_cuda_ptr w, uint32_t tokens,
                   uint32_t experts, uint32_t hidden, krn_cuda_ptr scores);
@@ -114,6 +142,20 @@ int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x_f32, krn_cuda_
 /* As krn_host_router: ids, weights [tokens][top_k]. */
 int krn_cu_select(struct krn_cu *cu, void *stream, krn_cuda_ptr scores, uint32_t tokens, uint32_t experts,
                   uint32_t top_k, bool renorm, krn_cuda_ptr ids, krn_cuda_ptr weights);
+
+/* Norm, scores, choice and publication of one generated token, and the addresses of the residents chosen:
+ * blobs uint64 [top_k], 0 where an expert is streamed. scores: scratch. top_k <= 64. */
+struct krn_cu_token_route {
+    krn_cuda_ptr x, norm, w; /* float [hidden], [hidden], [experts][hidden] */
+    krn_cuda_ptr scores, ids, weights, blobs;
+    krn_cuda_ptr resident;                        /* uint64 [experts]; 0: none */
+    const struct krn_cu_publication *publication; /* NULL: nobody waits */
+    krn_cuda_ptr predicted_ids;                   /* [top_k], of the next layer, published with it; 0: none */
+    uint32_t hidden, experts, top_k;
+    float eps;
+    bool renorm;
+};
+int krn_cu_token_router(struct krn_cu *cu, void *stream, const struct krn_cu_token_route *r);
 
 /* Grouping: slots (t * top_k + s) sorted by expert, ascending inside one, as krn_host_group. */
 struct krn_cu_groups {
@@ -148,10 +190,20 @@ struct krn_cu_expert_run {
     uint64_t slot_bytes;
     uint32_t ring_slots, group, group_end;
     uint32_t tokens;
-    bool decode;                    /* the family of generated tokens */
     krn_cuda_ptr x_f16;             /* [tokens][hidden] */
     krn_cuda_ptr plan, hidden_rows; /* scratch */
     krn_cuda_ptr out;               /* float [tokens * top_k][hidden]: rows of the experts that ran */
+
+    /* The family of generated tokens: by ids, without groups; plan begins with uint64 [tokens * top_k], where
+     * the experts' bytes are. top_k <= 64. */
+    bool decode;
+    bool all;         /* with a table: the residents too */
+    bool located;     /* plan was made by krn_cu_token_router: neither resident nor table is looked at */
+    krn_cuda_ptr ids; /* [tokens * top_k] */
+    krn_cuda_ptr x_f32, norm; /* norm weights: x_f32 is normed on the way, x_f16 not looked at */
+    float eps;
+    krn_cuda_ptr weights; /* 0, or [tokens * top_k]: out is the residual float [tokens][hidden], added to as
+                             by krn_cu_combine */
 };
 int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_run *run);
 

@@ -13,7 +13,9 @@
 #define KRN_CU_TILE_K      64u   /* weights of a row a step */
 #define KRN_CU_GROUP_SLOTS 1024u /* slots that one block of the grouping kernels sorts */
 #define KRN_CU_SPLIT_KEYS  256u  /* keys of one part of decode attention */
-#define KRN_CU_SPLIT_HEADS 8u    /* query heads that share its loads */
+#define KRN_CU_SPLIT_HEADS 16u   /* query heads that share its loads */
+#define KRN_CU_JOIN_FEW    8u    /* parts that are joined by a block that ran one of them */
+#define KRN_CU_COUNTERS    1024u /* of blocks that are through, in decode attention */
 #define KRN_CU_KEY_BLOCK   64u   /* keys of a step of prompt attention, at absolute multiples */
 #define KRN_CU_QUERY_BLOCK 128u
 #define KRN_CU_SM90_KEYS   128u /* on Hopper */
@@ -22,6 +24,16 @@
 
 /* Hidden rows are stored divided by this (exactly), so that f16 reaches to a million. */
 #define KRN_CU_HIDDEN_SCALE 16.0f
+
+/* Matrix-vector products: threads of a block, experts of a token, experts in all, experts of a block of the
+ * router; bytes that a row of so many takes in a warp's stage, what lies before and behind it included; the
+ * same of an expert's rows in down, apart so that eight experts do not meet in a bank. */
+#define KRN_CU_GEMV_THREADS    256u
+#define KRN_CU_TOP_K_MAX       64u
+#define KRN_CU_EXPERTS_MAX     1024u
+#define KRN_CU_ROUTER_EACH     4u
+#define KRN_CU_ROW_SLOT(bytes) ((((bytes) + 30u) & ~15u) + 48u)
+#define KRN_CU_SEGMENT(bytes)  ((KRN_CU_ROW_SLOT(bytes) + 111u) / 128u * 128u + 16u)
 
 /* A weight matrix in storage form. data: 16-byte aligned, readable up to the next multiple of 16. */
 struct krn_cu_matrix {
@@ -75,10 +87,51 @@ struct krn_cu_gemm_args {
     uint32_t reserved;
 };
 
+/* Where a routing set becomes visible to expertd; all zero: nowhere. */
+struct krn_cu_publication {
+    uint64_t mask, tokens, predicted, published_ns,
+        seq;                 /* addresses in mapped host memory; predicted may be 0 */
+    uint64_t value;          /* for seq */
+    int64_t clock_offset_ns; /* CLOCK_MONOTONIC minus the device's global timer */
+};
+
+/* A vector that a block brings into shared memory (krn_cu_vector.cuh). */
+struct krn_cu_x {
+    uint64_t x;    /* f16; with norm float */
+    uint64_t norm; /* weights of an RMS norm on the way; 0: none */
+    float eps;
+    uint32_t cols, forms;
+    uint32_t stride; /* bytes of one in shared memory */
+};
+
 struct krn_cu_gemv_args {
-    struct krn_cu_matrix m;
-    uint64_t x, y;
-    uint32_t tokens, add;
+    struct krn_cu_x x;
+    struct krn_cu_matrix m[3];
+    uint64_t y[3];
+    uint32_t count, add;
+    uint32_t stages, reserved;
+};
+
+struct krn_cu_expert_gemv_args {
+    struct krn_cu_x x;
+    struct krn_cu_matrix a, b; /* data: offset in the blob. gate and up, or down twice */
+    uint64_t blobs;            /* uint64 [tokens * top_k]; 0: not to be run */
+    uint64_t weights; /* down: 0, or the outputs' weights: then y += their sum, float [tokens][hidden] */
+    uint64_t y;       /* f16 [slots][width], or float [slots][hidden] */
+    uint32_t top_k, stages;
+};
+
+struct krn_cu_token_router_args {
+    struct krn_cu_x x;
+    uint64_t w, scores, ids, weights, blobs, resident, predicted_ids, counter;
+    uint32_t experts, top_k, renorm, reserved;
+    struct krn_cu_publication publication;
+};
+
+struct krn_cu_locate_args {
+    uint64_t ids, resident, table, ring, slot_bytes, blobs;
+    uint32_t slots, group, group_end, ring_slots;
+    uint32_t all, reserved; /* with a table: the residents too */
 };
 
 struct krn_cu_scores_args {
@@ -94,14 +147,6 @@ struct krn_cu_select_args {
 struct krn_cu_count_args {
     uint64_t ids, hist; /* hist [blocks][experts] */
     uint32_t slots, experts;
-};
-
-/* Where a routing set becomes visible to expertd; all zero: nowhere. */
-struct krn_cu_publication {
-    uint64_t mask, tokens, predicted, published_ns,
-        seq;                 /* addresses in mapped host memory; predicted may be 0 */
-    uint64_t value;          /* for seq */
-    int64_t clock_offset_ns; /* CLOCK_MONOTONIC minus the device's global timer */
 };
 
 struct krn_cu_finish_args {
@@ -155,9 +200,14 @@ struct krn_cu_attention_args {
 };
 
 struct krn_cu_decode_args {
-    uint64_t q, k, v, y, part; /* part: float [tokens][heads][parts][head_dim + 2] */
+    uint64_t q, k, v, y, part; /* part: float [tokens][heads][parts][head_dim + 4] */
     uint32_t tokens, position, heads, kv_heads, head_dim, ctx, parts;
     float scale_log2;
+    uint64_t counters; /* 0: parts are joined by another kernel */
+    /* projects: q is float, norm and rotation are still to be done, the cache's newest row to be written */
+    uint64_t k_f32, v_f32, q_weight, k_weight, table;
+    float eps;
+    uint32_t projects;
 };
 
 #endif

@@ -107,6 +107,38 @@ DEV uint32_t half2_clamp(uint32_t x, uint32_t limit)
     return r;
 }
 
+/* c + the products of four bytes: of w unsigned (us) or signed (ss), of x signed. */
+DEV int dot_us(uint32_t w, uint32_t x, int c)
+{
+    int r;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(w), "r"(x), "r"(c));
+    return r;
+}
+
+DEV int dot_ss(uint32_t w, uint32_t x, int c)
+{
+    int r;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(w), "r"(x), "r"(c));
+    return r;
+}
+
+/* What another kernel may have written while this one was being started: not from the first-level cache. */
+template <class T> DEV T load_fresh(const T *p)
+{
+    return __ldcg(p);
+}
+
+/* Of kernels launched while the one before still runs (krn_cu.c): waits until that one is through and its
+ * stores are visible, then lets the one behind start. So what a kernel does before its turn may read what the
+ * kernel before the last one wrote, and what never changes. Without such a launch it does nothing. */
+DEV void grid_turn()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 DEV uint64_t device_clock_ns()
 {
     uint64_t now;

@@ -43,6 +43,25 @@ struct krn_cuda_copy_attr {
 };
 _Static_assert(sizeof(struct krn_cuda_copy_attr) == 24, "driver's layout");
 
+struct krn_cuda_launch_attr {
+    uint32_t id; /* KRN_CUDA_LAUNCH_* */
+    uint32_t pad0;
+    int value; /* of those that are numbers */
+    uint32_t pad1[15];
+};
+_Static_assert(sizeof(struct krn_cuda_launch_attr) == 72, "driver's layout");
+
+struct krn_cuda_launch {
+    uint32_t grid[3], block[3], shared_bytes;
+    void *stream;
+    struct krn_cuda_launch_attr *attrs;
+    uint32_t attr_count;
+};
+_Static_assert(sizeof(struct krn_cuda_launch) == 56, "driver's layout");
+
+/* The kernel may start while the one before it runs; it waits for that one itself. */
+#define KRN_CUDA_LAUNCH_OVERLAP 6u
+
 #define KRN_CUDA_OP_WAIT_32  1u
 #define KRN_CUDA_OP_WRITE_32 2u
 #define KRN_CUDA_OP_WRITE_64 5u
@@ -65,6 +84,7 @@ _Static_assert(sizeof(struct krn_cuda_copy_attr) == 24, "driver's layout");
 #define KRN_CUDA_ATTR_MINOR               76
 #define KRN_CUDA_ATTR_SHARED_OPTIN        97
 #define KRN_CUDA_FUNC_ATTR_DYNAMIC_SHARED 8
+#define KRN_CUDA_FUNC_ATTR_CARVEOUT       9 /* percent of the first-level memory that is shared memory */
 
 #define KRN_CUDA_SUCCESS            0
 #define KRN_CUDA_INVALID_VALUE      1
@@ -174,6 +194,8 @@ _Static_assert(sizeof(struct krn_cuda_copy_attr) == 24, "driver's layout");
       (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,                  \
        unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **arguments,            \
        void **extra))                                                                                        \
+    X(launch_ex, cuLaunchKernelEx, 11060, KRN_CUDA_OPTIONAL,                                                 \
+      (const struct krn_cuda_launch *launch, void *function, void **arguments, void **extra))                \
     X(copy_batch, cuMemcpyBatchAsync, 13000, KRN_CUDA_OPTIONAL,                                              \
       (krn_cuda_ptr * targets, krn_cuda_ptr * sources, size_t * sizes, size_t count,                         \
        struct krn_cuda_copy_attr * attrs, size_t * attr_first, size_t attr_count, void *stream))             \

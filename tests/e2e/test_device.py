@@ -137,8 +137,8 @@ def test_profile(fake, tmp_path, monkeypatch):
     assert all(r[s] > 0 for s in steps), r
     events = [c for c, _ in pass_calls(log)].count("cuEventRecord")
     # begin, embedding, stream begun; per layer attention, router, residents, combine; each group waited for and run in
-    # layer 0, in the others all of them together; the rest of the groups, logits
-    assert events == 3 + LAYERS * 4 + 2 * GROUPS + (LAYERS - 1) + 2, events
+    # layer 0, in the others all of them together; logits
+    assert events == 3 + LAYERS * 4 + 2 * GROUPS + (LAYERS - 1) + 1, events
     text = fake.inferd("run", *options, "--profile", "-v").stderr
     assert "the GPU waited for groups" in text and "--profile" not in text
     assert "--profile" in fake.inferd("run", *options, "-v").stderr

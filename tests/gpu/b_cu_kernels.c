@@ -4,10 +4,11 @@
  * case with its time and its rate. Median of a few runs, inputs random, weights
  * larger than the cache. Exit 77 without a driver.
  *
- *     b_cu_kernels [NAME...]      only these: experts tokens dense attention decode small
+ *     b_cu_kernels [NAME...]      only these: experts tokens dense attention decode token small
  */
 #include <stdbool.h>
 
+#include "shm/shm_bell.h"
 #include "tests/gpu/cu_kit.h"
 
 #define HIDDEN  2048u
@@ -138,6 +139,7 @@ static void bench_experts(const char *up_name, const char *down_name, uint32_t t
                                        .resident = cu_copy(address, sizeof address),
                                        .tokens = tokens,
                                        .decode = decode,
+                                       .ids = b.ids,
                                        .x_f16 = activations((size_t)tokens * HIDDEN),
                                        .plan = cu_alloc(krn_cu_plan_bytes(tokens, TOP_K, EXPERTS)),
                                        .hidden_rows = cu_alloc(slots * WIDTH * 2),
@@ -168,13 +170,6 @@ static void run_dense(void *ctx)
     NEED(krn_cu_dense(cu, stream, &b->m[b->next++ % b->copies], b->x, b->tokens, false, b->scratch, b->y));
 }
 
-static void run_gemv(void *ctx)
-{
-    struct dense_bench *b = ctx;
-    for (uint32_t i = 0; i < b->copies; i++)
-        NEED(krn_cu_gemv(cu, stream, &b->m[i], b->x, b->tokens, false, b->y));
-}
-
 static void bench_dense(const char *type, uint32_t rows, uint32_t cols, uint32_t tokens)
 {
     struct dense_bench b = {.copies = 1, .tokens = tokens};
@@ -186,19 +181,6 @@ static void bench_dense(const char *type, uint32_t rows, uint32_t cols, uint32_t
     snprintf(what, sizeof what, "dense %s %u x %u, %u tokens", type, rows, cols, tokens);
     line(what, time_ms(run_dense, &b), 2.0 * rows * cols * tokens,
          tokens <= 64 ? (double)rows * b.m[0].row_bytes : 0);
-    cu_free_all();
-}
-
-static void bench_gemv(const char *type, uint32_t rows, uint32_t cols)
-{
-    struct dense_bench b = {.copies = 4, .tokens = 1};
-    for (uint32_t i = 0; i < b.copies; i++)
-        b.m[i] = weights(type_of(type), rows, cols);
-    b.x = activations(cols);
-    b.y = cu_alloc((size_t)rows * 4);
-    char what[64];
-    snprintf(what, sizeof what, "gemv %s %u x %u, 4 in turn", type, rows, cols);
-    line(what, time_ms(run_gemv, &b), 0, 4.0 * rows * b.m[0].row_bytes);
     cu_free_all();
 }
 
@@ -315,6 +297,206 @@ static void bench_small(uint32_t tokens)
     cu_free_all();
 }
 
+/* Generated tokens: products large and small, and all kernels of a token's layers one after another. Weights
+ * are not uploaded: what is in them takes no time. */
+#define LAYERS   48u
+#define ROTATING (UINT64_C(256) << 20) /* bytes of matrices that take turns: more than the cache */
+
+struct rotation {
+    struct krn_cu_product p;
+    struct krn_cu_matrix m;
+    uint32_t count;
+    uint64_t bytes;
+};
+
+static void run_rotation(void *ctx)
+{
+    struct rotation *r = ctx;
+    for (uint32_t i = 0; i < r->count; i++) {
+        struct krn_cu_matrix m = r->m;
+        m.data += i * r->bytes;
+        r->p.m[0] = &m;
+        NEED(krn_cu_gemv_of(cu, stream, &r->p));
+    }
+}
+
+static void bench_product(const char *type, uint32_t rows, uint32_t cols)
+{
+    uint64_t row_bytes;
+    NEED(krn_row_bytes(type_of(type), cols, &row_bytes));
+    struct rotation r = {.bytes = (rows * row_bytes + 271) & ~UINT64_C(255)};
+    r.count = (uint32_t)(ROTATING / r.bytes) + 1;
+    r.m = (struct krn_cu_matrix){cu_alloc(r.count * r.bytes), type_of(type)->ggml_id, rows, cols,
+                                 (uint32_t)row_bytes};
+    r.p = (struct krn_cu_product){.y = {cu_alloc(rows * 4)}, .count = 1, .x = activations(cols), .tokens = 1};
+    char what[64];
+    double ms[2];
+    for (int overlap = 0; overlap < 2; overlap++) {
+        krn_cu_overlap(cu, overlap);
+        ms[overlap] = time_ms(run_rotation, &r) / r.count;
+    }
+    snprintf(what, sizeof what, "gemv %s %u x %u", type, rows, cols);
+    printf("%-34s %8.2f us %7.0f GB/s; overlapping %8.2f us %7.0f GB/s\n", what, ms[0] * 1e3,
+           (double)(rows * row_bytes) / ms[0] * 1e-6, ms[1] * 1e3, (double)(rows * row_bytes) / ms[1] * 1e-6);
+    fflush(stdout);
+    cu_free_all();
+}
+
+enum { QKV = 1, ATTENTION = 2, OUTPUT = 4, ROUTER = 8, CHOSEN = 16, EVERYTHING = 31 };
+
+struct token_bench {
+    int steps;
+    uint32_t position;
+    struct {
+        struct krn_cu_matrix q, k, v, o;
+        struct krn_cu_expert_shape experts;
+        krn_cuda_ptr resident, router, norm;
+        struct krn_cu_kv kv;
+    } layer[LAYERS];
+    krn_cuda_ptr x, q, k, v, y16, table, scratch, scores, ids, weights, plan, hidden;
+    double enqueue_ms;
+};
+
+static void run_token(void *ctx)
+{
+    struct token_bench *b = ctx;
+    const double from = (double)shm_now_ns();
+    for (uint32_t i = 0; i < LAYERS; i++) {
+        const krn_cuda_ptr norm = b->layer[i].norm;
+        const struct krn_cu_product p = {.m = {&b->layer[i].q, &b->layer[i].k, &b->layer[i].v},
+                                         .y = {b->q, b->k, b->v},
+                                         .count = 3,
+                                         .x = b->x,
+                                         .norm = norm,
+                                         .eps = 1e-6f,
+                                         .tokens = 1};
+        const struct krn_cu_token_heads h = {.q = b->q,
+                                             .k = b->k,
+                                             .v = b->v,
+                                             .q_weight = norm,
+                                             .k_weight = norm,
+                                             .table = b->table,
+                                             .scratch = b->scratch,
+                                             .y_f16 = b->y16,
+                                             .position = b->position,
+                                             .heads = 32,
+                                             .eps = 1e-6f};
+        const struct krn_cu_token_route r = {.x = b->x,
+                                             .norm = norm,
+                                             .w = b->layer[i].router,
+                                             .scores = b->scores,
+                                             .ids = b->ids,
+                                             .weights = b->weights,
+                                             .blobs = b->plan,
+                                             .resident = b->layer[i].resident,
+                                             .hidden = HIDDEN,
+                                             .experts = EXPERTS,
+                                             .top_k = TOP_K,
+                                             .eps = 1e-6f,
+                                             .renorm = true};
+        const struct krn_cu_expert_run e = {.shape = &b->layer[i].experts,
+                                            .tokens = 1,
+                                            .decode = true,
+                                            .located = true,
+                                            .ids = b->ids,
+                                            .x_f32 = b->x,
+                                            .norm = norm,
+                                            .eps = 1e-6f,
+                                            .weights = b->weights,
+                                            .plan = b->plan,
+                                            .hidden_rows = b->hidden,
+                                            .out = b->x};
+        if (b->steps & QKV)
+            NEED(krn_cu_gemv_of(cu, stream, &p));
+        if (b->steps & ATTENTION)
+            NEED(krn_cu_token_attention(cu, stream, &b->layer[i].kv, &h));
+        if (b->steps & OUTPUT)
+            NEED(krn_cu_gemv(cu, stream, &b->layer[i].o, b->y16, 1, true, b->x));
+        if (b->steps & ROUTER)
+            NEED(krn_cu_token_router(cu, stream, &r));
+        if (b->steps & CHOSEN)
+            NEED(krn_cu_experts(cu, stream, &e));
+    }
+    b->enqueue_ms = ((double)shm_now_ns() - from) * 1e-6;
+}
+
+static void bench_token(const char *name, uint32_t context)
+{
+    const struct krn_type *type = type_of(name);
+    uint64_t row, out_row, down_row;
+    NEED(krn_row_bytes(type, HIDDEN, &row) || krn_row_bytes(type, 4096, &out_row) ||
+         krn_row_bytes(type, WIDTH, &down_row));
+    const uint64_t part = WIDTH * row, blob = (2 * part + HIDDEN * down_row + 255) & ~UINT64_C(255);
+    static struct token_bench b;
+    b = (struct token_bench){.x = random_floats(HIDDEN),
+                             .q = random_floats(4096),
+                             .k = random_floats(512),
+                             .v = random_floats(512),
+                             .y16 = activations(4096),
+                             .table = random_floats(128),
+                             .scratch = cu_alloc(krn_cu_decode_scratch_bytes(context, 1, 32, 128)),
+                             .scores = cu_alloc(EXPERTS * 4),
+                             .ids = cu_alloc(TOP_K * 4),
+                             .weights = cu_alloc(TOP_K * 4),
+                             .plan = cu_alloc(krn_cu_plan_bytes(1, TOP_K, EXPERTS)),
+                             .hidden = cu_alloc(TOP_K * WIDTH * 2)};
+    const krn_cuda_ptr norm = random_floats(HIDDEN);
+    for (uint32_t i = 0; i < LAYERS; i++) {
+        const krn_cuda_ptr dense = cu_alloc(5120 * row + HIDDEN * out_row), store = cu_alloc(EXPERTS * blob);
+        uint64_t address[EXPERTS];
+        for (uint32_t e = 0; e < EXPERTS; e++)
+            address[e] = store + (e * 37 + i * 11) % EXPERTS * blob;
+        const struct krn_cu_matrix m = {0, type->ggml_id, WIDTH, HIDDEN, (uint32_t)row};
+        b.layer[i].q = (struct krn_cu_matrix){dense, type->ggml_id, 4096, HIDDEN, (uint32_t)row};
+        b.layer[i].k = (struct krn_cu_matrix){dense + 4096 * row, type->ggml_id, 512, HIDDEN, (uint32_t)row};
+        b.layer[i].v = b.layer[i].k;
+        b.layer[i].v.data += 512 * row;
+        b.layer[i].o =
+            (struct krn_cu_matrix){dense + 5120 * row, type->ggml_id, HIDDEN, 4096, (uint32_t)out_row};
+        b.layer[i].experts = (struct krn_cu_expert_shape){m, m, m, EXPERTS, TOP_K};
+        b.layer[i].experts.up.data = part;
+        b.layer[i].experts.down =
+            (struct krn_cu_matrix){2 * part, type->ggml_id, HIDDEN, WIDTH, (uint32_t)down_row};
+        b.layer[i].resident = cu_copy(address, sizeof address);
+        b.layer[i].router = cu_alloc(EXPERTS * HIDDEN * 4);
+        b.layer[i].norm = norm;
+        const size_t cache = (size_t)context * 512 * 2;
+        b.layer[i].kv = (struct krn_cu_kv){cu_alloc(cache), cu_alloc(cache), context, 4, 128};
+    }
+    static const struct {
+        const char *name;
+        int steps;
+    } steps[] = {{"q, k, v", QKV},   {"attention", ATTENTION}, {"output", OUTPUT},
+                 {"router", ROUTER}, {"experts", CHOSEN},      {"no attention", EVERYTHING & ~ATTENTION},
+                 {"all", EVERYTHING}};
+    static const uint32_t positions[] = {200, 1500, 4095, 32767};
+    for (int overlap = 0; overlap < 2; overlap++)
+        for (size_t s = 0; s < sizeof steps / sizeof *steps; s++)
+            for (size_t at = 0; at < sizeof positions / sizeof *positions; at++) {
+                if (positions[at] >= context || (at && !(steps[s].steps & ATTENTION)))
+                    continue;
+                krn_cu_overlap(cu, overlap);
+                b.steps = steps[s].steps;
+                b.position = positions[at];
+                double ms = time_ms(run_token, &b);
+                printf("token %s%s, %-12s at %5u: %7.2f us a layer, %7.3f ms, enqueued in %6.3f ms\n", name,
+                       overlap ? " overlapping" : "", steps[s].name, positions[at], ms * 1e3 / LAYERS, ms,
+                       b.enqueue_ms);
+            }
+    fflush(stdout);
+    cu_free_all();
+}
+
+struct copy_bench {
+    krn_cuda_ptr from, to;
+};
+
+static void run_copy(void *ctx)
+{
+    struct copy_bench *b = ctx;
+    NEED(KRN_CUDA(copy_device_async, b->to, b->from, 1u << 30, stream));
+}
+
 int main(int argc, char **argv)
 {
     int rc = cu_open();
@@ -364,12 +546,22 @@ int main(int argc, char **argv)
         bench_attention(0, 32768, 64, false);
     }
     if (WANTED("decode")) {
-        static const char *const types[] = {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "BF16", "F32"};
-        for (int i = 0; i < 7; i++)
-            bench_gemv(types[i], 151936, 2048);
-        bench_gemv("Q4_K", 16384, 4096);
         bench_attention(32767, 1, 128, true);
         bench_attention(4095, 1, 128, true);
+    }
+    if (WANTED("token")) {
+        struct copy_bench copy = {cu_alloc(1u << 30), cu_alloc(1u << 30)};
+        line("copy of 1 GiB, read and written", time_ms(run_copy, &copy), 0, 2.0 * (1u << 30));
+        cu_free_all();
+        static const char *const types[] = {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "F16", "BF16", "F32"};
+        for (int i = 0; i < 8; i++) {
+            bench_product(types[i], 151936, 2048);
+            bench_product(types[i], 4096, 2048);
+        }
+        bench_product("Q4_K", 512, 2048);
+        bench_product("Q4_K", 2048, 4096);
+        bench_product("Q4_K", 16384, 4096);
+        bench_token("Q4_K", 32768);
     }
     if (WANTED("small")) {
         bench_small(1);

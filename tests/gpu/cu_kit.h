@@ -14,7 +14,7 @@
 #include "tests/gpu/f16.h"
 #include "tests/unit/krn_data.h"
 
-#define CU_MEMORY_MAX 256
+#define CU_MEMORY_MAX 512
 
 static struct krn_cuda_device *device;
 static struct krn_cu *cu;

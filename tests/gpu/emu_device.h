@@ -24,6 +24,9 @@ struct float2 {
 struct uint2 {
     uint32_t x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -76,8 +79,18 @@ void emu_wait(unsigned left);
 #define __builtin_assume(condition)    ((void)0)
 #define __syncthreads                  emu_barrier
 #define __threadfence_system()         ((void)0)
+#define __threadfence()                ((void)0)
 #define KERNEL(attributes, name, args) extern "C" void krn_dev_##name(const args &a)
 #define SHARED_DYNAMIC(type, name)     type *const name = (type *)emu_shared
+
+template <class T> static inline T max(T a, T b)
+{
+    return a < b ? b : a;
+}
+template <class T> static inline T min(T a, T b)
+{
+    return b < a ? b : a;
+}
 
 static inline uint32_t emu_lane()
 {
@@ -103,6 +116,10 @@ static inline float __fsub_rn(float a, float b)
 static inline float __fmul_rn(float a, float b)
 {
     return a * b;
+}
+static inline int __float2int_rn(float x)
+{
+    return (int)rintf(x);
 }
 static inline float __uint_as_float(uint32_t u)
 {
@@ -135,6 +152,10 @@ template <class T> static inline T emu_from(T x, uint32_t lane)
 template <class T> static inline T __shfl_xor_sync(uint32_t, T x, uint32_t d)
 {
     return emu_from(x, emu_lane() ^ d);
+}
+template <class T> static inline T __shfl_sync(uint32_t, T x, uint32_t from)
+{
+    return emu_from(x, from);
 }
 template <class T> static inline T __shfl_up_sync(uint32_t, T x, uint32_t d)
 {
@@ -169,6 +190,25 @@ static inline float exp2_fast(float x)
 {
     return exp2f(x);
 }
+static inline int emu_dot4(uint32_t w, uint32_t x, int c, bool is_signed)
+{
+    for (int i = 0; i < 32; i += 8)
+        c += (is_signed ? (int8_t)(w >> i) : (int)(w >> i & 0xff)) * (int8_t)(x >> i);
+    return c;
+}
+static inline int dot_us(uint32_t w, uint32_t x, int c)
+{
+    return emu_dot4(w, x, c, false);
+}
+static inline int dot_ss(uint32_t w, uint32_t x, int c)
+{
+    return emu_dot4(w, x, c, true);
+}
+template <class T> static inline T load_fresh(const T *p)
+{
+    return *p;
+}
+static inline void grid_turn() {}
 static inline uint64_t device_clock_ns()
 {
     return 1;

@@ -138,6 +138,11 @@ int krn_cuda_check(int result, const char *call)
     return result ? -EINVAL : 0;
 }
 
+int krn_cuda_explain(int rc, const char *what, struct shm_error *err)
+{
+    return shm_error_set(err, -rc, "%s failed", what);
+}
+
 int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struct shm_error *err)
 {
     (void)ordinal;

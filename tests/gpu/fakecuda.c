@@ -185,6 +185,11 @@ int fake_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned 
                ? rc
                : fake_stream_launch(stream, function, (const unsigned[3]){gx, gy, gz}, bx, arguments);
 }
+int fake_launch_ex(const struct krn_cuda_launch *l, void *function, void **arguments, void **extra)
+{
+    return fake_launch(function, l->grid[0], l->grid[1], l->grid[2], l->block[0], l->block[1], l->block[2],
+                       l->shared_bytes, l->stream, arguments, extra);
+}
 
 int fake_get_error_name(int result, const char **ret_name)
 {

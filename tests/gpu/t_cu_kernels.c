@@ -611,6 +611,7 @@ static void run_experts(const struct expert_case *c)
                                     .ring_slots = E,
                                     .tokens = T,
                                     .decode = c->decode,
+                                    .ids = d_ids,
                                     .x_f16 = dx,
                                     .plan = cu_alloc(krn_cu_plan_bytes(T, K, E)),
                                     .hidden_rows = cu_alloc(n_slots * W * 2),
@@ -661,11 +662,42 @@ static void run_experts(const struct expert_case *c)
     run.resident = cu_copy(resident, E * 8);
     run.table = 0;
     run.tokens = few;
+    run.ids = d_ids + (size_t)t0 * K * 4;
     run.x_f16 = dx + (size_t)t0 * H * 2;
     run.out = out_few;
     NEED(krn_cu_experts(cu, stream, &run));
     float *other = cu_get(out_few, (size_t)few * K * H * 4);
     same(other, got + (size_t)t0 * K * H, (size_t)few * K * H * 4, "experts: tokens among fewer");
+    if (c->decode) { /* weighed and added by the last kernel, or by one of its own */
+        float *w = krn_rand_floats(&rng, (size_t)few * K, 1), *y = krn_rand_floats(&rng, (size_t)few * H, 1);
+        krn_cuda_ptr dw = cu_copy(w, (size_t)few * K * 4), apart = cu_copy(y, (size_t)few * H * 4),
+                     joined = cu_copy(y, (size_t)few * H * 4);
+        resident[missing] = store + missing * slot_bytes;
+        run.resident = cu_copy(resident, E * 8);
+        NEED(krn_cu_experts(cu, stream, &run));
+        NEED(krn_cu_combine(cu, stream, out_few, dw, few, K, H, apart));
+        run.weights = dw;
+        run.out = joined;
+        NEED(krn_cu_experts(cu, stream, &run));
+        float *one = cu_get(apart, (size_t)few * H * 4), *two = cu_get(joined, (size_t)few * H * 4);
+        same(two, one, (size_t)few * H * 4, "experts: added by the last kernel");
+        clean_behind(two + (size_t)few * H, "experts: added by the last kernel");
+        /* the same from the ring and the residents in one go */
+        run.table = table;
+        run.all = true;
+        run.group = 0;
+        run.group_end = GROUPS;
+        for (uint32_t e = 0; e < E; e++) {
+            bool slot = e != missing && e % 4 != 1 && e % 5 != 4;
+            resident[e] = slot ? 0 : store + e * slot_bytes;
+        }
+        run.resident = cu_copy(resident, E * 8);
+        run.out = cu_copy(y, (size_t)few * H * 4);
+        NEED(krn_cu_experts(cu, stream, &run));
+        float *three = cu_get(run.out, (size_t)few * H * 4);
+        same(three, one, (size_t)few * H * 4, "experts: from ring and residents");
+        free(w), free(y), free(one), free(two), free(three);
+    }
     cu_wait();
     krn_cuda.host_free(table_memory);
     free(blobs), free(jobs), free(x), free(xh), free(want), free(ids), free(offsets), free(slots),
@@ -720,6 +752,193 @@ static void test_combine(void)
     cu_free_all();
 }
 
+/* Three matrices on one normed vector. */
+static void test_product(void)
+{
+    static const uint32_t widths[] = {80, 352, 2048, 4352}, rows[] = {9, 4, 130};
+    for (int ty = 0; ty < KRN_TYPE_COUNT; ty++)
+        for (int w = small ? 1 : 0; w < 4; w += small ? 2 : 1) {
+            const struct krn_type *table = krn_type_table(),
+                                  *types[] = {&table[ty], &table[(ty + 3) % KRN_TYPE_COUNT], &table[ty]};
+            uint32_t cols = widths[w];
+            for (int i = 0; i < 3; i++)
+                cols = fit_cols(types[i], cols);
+            float *x = krn_rand_floats(&rng, 2 * cols, 2), *norm = krn_rand_floats(&rng, cols, 1),
+                  *normed = krn_alloc(2 * cols * 4);
+            krn_ref_rmsnorm(x, norm, 1e-6f, 2, cols, normed);
+            struct krn_cu_product p = {.count = 3,
+                                       .x = cu_copy(x, 2 * cols * 4),
+                                       .norm = cu_copy(norm, cols * 4),
+                                       .eps = 1e-6f,
+                                       .tokens = 2};
+            struct device_mat m[3];
+            for (int i = 0; i < 3; i++) {
+                m[i] = make_mat(types[i], rows[i], cols);
+                p.m[i] = &m[i].m;
+                p.y[i] = cu_alloc(2 * rows[i] * 4);
+            }
+            NEED(krn_cu_gemv_of(cu, stream, &p));
+            for (int i = 0; i < 3; i++) {
+                float *want = krn_alloc(2 * rows[i] * 4), *got = cu_get(p.y[i], 2 * rows[i] * 4);
+                krn_ref_matmul(&m[i].host, normed, 2, want);
+                close_to(got, want, 2 * rows[i], 1e-4, types[i]->name);
+                clean_behind(got + 2 * rows[i], "product");
+                struct krn_cu_product one = p;
+                one.m[0] = p.m[i];
+                one.y[0] = cu_alloc(rows[i] * 4);
+                one.count = one.tokens = 1;
+                one.x = p.x + cols * 4;
+                NEED(krn_cu_gemv_of(cu, stream, &one));
+                float *alone = cu_get(one.y[0], rows[i] * 4);
+                same(alone, got + rows[i], rows[i] * 4, "product alone");
+                free(want), free(got), free(alone), free((void *)m[i].host.data);
+            }
+            free(x), free(norm), free(normed);
+            cu_free_all();
+        }
+}
+
+/* From projections in one kernel: the same bits as step by step. */
+static void test_token_attention(void)
+{
+    static const struct {
+        uint32_t hd, heads, kv_heads, position;
+    } cases[] = {{128, 8, 1, 0}, {128, 4, 2, 255}, {64, 40, 2, 256}, {128, 6, 2, 300}, {64, 2, 1, 2500}};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const uint32_t hd = cases[c].hd, heads = cases[c].heads, kv_heads = cases[c].kv_heads,
+                       position = cases[c].position;
+        float *k = NULL, *v = NULL, *q = krn_rand_floats(&rng, heads * hd, 2),
+              *nk = krn_rand_floats(&rng, kv_heads * hd, 2), *nv = krn_rand_floats(&rng, kv_heads * hd, 2),
+              *w = krn_rand_floats(&rng, 2 * hd, 1);
+        struct krn_cu_kv kv = make_kv(position + 1, kv_heads, hd, &k, &v), other = kv;
+        const size_t cache = (size_t)kv_heads * kv.ctx * hd * 2, row = heads * hd * 2;
+        void *before = cu_get(kv.k, cache);
+        other.k = cu_copy(before, cache);
+        free(before);
+        before = cu_get(kv.v, cache);
+        other.v = cu_copy(before, cache);
+        free(before);
+        const krn_cuda_ptr q16 = cu_alloc(row), y = cu_alloc(row);
+        struct krn_cu_token_heads h = {
+            .q = cu_copy(q, heads * hd * 4),
+            .k = cu_copy(nk, kv_heads * hd * 4),
+            .v = cu_copy(nv, kv_heads * hd * 4),
+            .q_weight = c % 2 ? 0 : cu_copy(w, hd * 4),
+            .k_weight = c % 2 ? 0 : cu_copy(w + hd, hd * 4),
+            .table = cu_alloc(hd * 4),
+            .scratch = cu_alloc(krn_cu_decode_scratch_bytes(kv.ctx, 1, heads, hd)),
+            .y_f16 = cu_alloc(row),
+            .position = position,
+            .heads = heads,
+            .eps = 1e-6f,
+        };
+        NEED(krn_cu_rope_table(cu, stream, position, 1, hd, 1e6f, h.table));
+        NEED(krn_cu_token_attention(cu, stream, &kv, &h));
+        NEED(krn_cu_qkv(cu, stream, &other, position, 1, heads, h.q, h.k, h.v, h.q_weight, h.k_weight, 1e-6f,
+                        h.table, q16));
+        NEED(krn_cu_decode(cu, stream, &other, position, 1, heads, q16, h.scratch, y));
+        void *got = cu_get(h.y_f16, row), *want = cu_get(y, row), *ka = cu_get(kv.k, cache),
+             *kb = cu_get(other.k, cache), *va = cu_get(kv.v, cache), *vb = cu_get(other.v, cache);
+        same(got, want, row, "attention from projections");
+        clean_behind((char *)got + row, "attention from projections");
+        same(ka, kb, cache, "its keys");
+        same(va, vb, cache, "its values");
+        free(got), free(want), free(ka), free(kb), free(va), free(vb), free(k), free(v), free(q), free(nk),
+            free(nv), free(w);
+        cu_free_all();
+    }
+}
+
+static void test_token_router(void)
+{
+    static const struct {
+        uint32_t experts, top_k, hidden;
+    } cases[] = {{128, 8, 2048}, {8, 2, 48}, {1, 1, 16}, {1024, 10, 2320}, {201, 64, 80}};
+    void *memory;
+    krn_cuda_ptr host;
+    NEED(KRN_CUDA(host_alloc, &memory, sizeof(struct published), KRN_CUDA_HOST_DEVICEMAP));
+    NEED(KRN_CUDA(host_pointer, &host, memory, 0));
+    volatile struct published *pub = memory;
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
+        for (int renorm = 0; renorm < 2; renorm++) {
+            const uint32_t E = cases[c].experts, K = cases[c].top_k, H = cases[c].hidden;
+            struct krn_mat m = {krn_rand_weights(&rng, krn_type_find(KRN_F32), E, H), krn_type_find(KRN_F32),
+                                E, H};
+            float *x = krn_rand_floats(&rng, H, 3), *norm = krn_rand_floats(&rng, H, 1),
+                  *normed = krn_alloc(H * 4), *want = krn_alloc(E * 4);
+            uint32_t *next = random_choice(1, E, K);
+            uint64_t *resident = krn_alloc(E * 8);
+            for (uint32_t e = 0; e < E; e++)
+                resident[e] = e % 3 ? 4096 + e : 0;
+            if (E > 2) /* equal scores: the lower id first */
+                memcpy((float *)m.data + (size_t)(E - 1) * H, m.data, H * 4);
+            struct krn_cu_publication where = {
+                .mask = host + offsetof(struct published, mask),
+                .tokens = host + offsetof(struct published, tokens),
+                .predicted = host + offsetof(struct published, predicted),
+                .published_ns = host + offsetof(struct published, published_ns),
+                .seq = host + offsetof(struct published, seq),
+                .value = c + 7,
+            };
+            struct krn_cu_token_route r = {
+                .x = cu_copy(x, H * 4),
+                .norm = cu_copy(norm, H * 4),
+                .w = cu_copy(m.data, (size_t)E * H * 4),
+                .scores = cu_alloc(E * 4),
+                .ids = cu_alloc(K * 4),
+                .weights = cu_alloc(K * 4),
+                .blobs = cu_alloc(K * 8),
+                .resident = cu_copy(resident, E * 8),
+                .publication = &where,
+                .predicted_ids = cu_copy(next, K * 4),
+                .hidden = H,
+                .experts = E,
+                .top_k = K,
+                .eps = 1e-6f,
+                .renorm = renorm,
+            };
+            memset(memory, 0xff, sizeof(struct published));
+            NEED(krn_cu_token_router(cu, stream, &r));
+            krn_ref_rmsnorm(x, norm, 1e-6f, 1, H, normed);
+            krn_ref_matmul(&m, normed, 1, want);
+            float *scores = cu_get(r.scores, E * 4), *w = cu_get(r.weights, K * 4), *rw = krn_alloc(K * 4);
+            uint32_t *ids = cu_get(r.ids, K * 4), *ref = krn_alloc(K * 4);
+            uint64_t *blobs = cu_get(r.blobs, K * 8);
+            close_to(scores, want, E, 2e-6, "token's scores");
+            clean_behind(scores + E, "token's scores");
+            krn_ref_router(scores, 1, E, K, renorm, ref, rw);
+            same(ids, ref, K * 4, "token's choice");
+            close_to(w, rw, K, 1e-5, "token's weights");
+            clean_behind(ids + K, "token's ids");
+            clean_behind(w + K, "token's weights");
+            clean_behind(blobs + K, "token's addresses");
+            bool right = pub->seq == c + 7;
+            for (uint32_t e = 0; e < KRN_EXPERTS_MAX; e++) {
+                bool routed = false, expected = false;
+                for (uint32_t i = 0; i < K; i++) {
+                    routed |= ids[i] == e;
+                    expected |= next[i] == e;
+                    right &= blobs[i] == resident[ids[i]];
+                }
+                right &= (pub->mask.word[e / 64] >> (e % 64) & 1) == routed;
+                right &= e >= E || (pub->tokens[e] == routed && pub->predicted[e] == expected);
+            }
+            if (!right)
+                FAIL("token's publication of %u experts", E);
+            free(x), free(norm), free(normed), free(want), free(next), free(resident), free(scores), free(w),
+                free(rw), free(ids), free(ref), free(blobs), free((void *)m.data);
+            cu_free_all();
+        }
+    krn_cuda.host_free(memory);
+}
+
+static void test_token(void)
+{
+    test_product();
+    test_token_attention();
+    test_token_router();
+}
+
 int main(int argc, char **argv)
 {
     static const struct {
@@ -727,7 +946,8 @@ int main(int argc, char **argv)
         void (*run)(void);
     } tests[] = {{"dequant", test_dequant}, {"norm", test_norm},           {"dense", test_dense},
                  {"qkv", test_qkv},         {"attention", test_attention}, {"router", test_router},
-                 {"group", test_group},     {"experts", test_experts},     {"combine", test_combine}};
+                 {"group", test_group},     {"experts", test_experts},     {"combine", test_combine},
+                 {"token", test_token}};
     if (argc > 1 && strcmp(argv[1], "--small") == 0) {
         small = true;
         argv++;

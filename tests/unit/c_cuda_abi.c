@@ -28,6 +28,17 @@ SAME(offsetof(struct krn_cuda_copy_attr, source_hint), offsetof(CUmemcpyAttribut
 SAME(offsetof(struct krn_cuda_copy_attr, target_hint), offsetof(CUmemcpyAttributes, dstLocHint));
 SAME(offsetof(struct krn_cuda_copy_attr, flags), offsetof(CUmemcpyAttributes, flags));
 
+SAME(sizeof(struct krn_cuda_launch_attr), sizeof(CUlaunchAttribute));
+SAME(offsetof(struct krn_cuda_launch_attr, value),
+     offsetof(CUlaunchAttribute, value.programmaticStreamSerializationAllowed));
+SAME(sizeof(struct krn_cuda_launch), sizeof(CUlaunchConfig));
+SAME(offsetof(struct krn_cuda_launch, block), offsetof(CUlaunchConfig, blockDimX));
+SAME(offsetof(struct krn_cuda_launch, shared_bytes), offsetof(CUlaunchConfig, sharedMemBytes));
+SAME(offsetof(struct krn_cuda_launch, stream), offsetof(CUlaunchConfig, hStream));
+SAME(offsetof(struct krn_cuda_launch, attrs), offsetof(CUlaunchConfig, attrs));
+SAME(offsetof(struct krn_cuda_launch, attr_count), offsetof(CUlaunchConfig, numAttrs));
+
+SAME(KRN_CUDA_LAUNCH_OVERLAP, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 SAME(KRN_CUDA_OP_WAIT_32, CU_STREAM_MEM_OP_WAIT_VALUE_32);
 SAME(KRN_CUDA_OP_WRITE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32);
 SAME(KRN_CUDA_OP_WRITE_64, CU_STREAM_MEM_OP_WRITE_VALUE_64);
@@ -48,6 +59,7 @@ SAME(KRN_CUDA_ATTR_UNIFIED, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING);
 SAME(KRN_CUDA_ATTR_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 SAME(KRN_CUDA_ATTR_MINOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 SAME(KRN_CUDA_ATTR_SHARED_OPTIN, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+SAME(KRN_CUDA_FUNC_ATTR_CARVEOUT, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
 SAME(KRN_CUDA_FUNC_ATTR_DYNAMIC_SHARED, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 SAME(KRN_CUDA_INVALID_VALUE, CUDA_ERROR_INVALID_VALUE);
 SAME(KRN_CUDA_OUT_OF_MEMORY, CUDA_ERROR_OUT_OF_MEMORY);
