@@ -126,7 +126,7 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
     }
     inf_cuda_stamp(c, INF_STEP_ATTENTION);
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
-    return inf_cuda_spend(c, p, p->stream, 12, err);
+    return inf_cuda_spend(c, p, p->stream, decodes(p) ? 4 : 12, err);
 }
 
 /* Tokens that speak for a chunk in a prediction. */
@@ -306,7 +306,7 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
         .renorm = c->model->hparams.norm_topk != 0};
     TRY(krn_cu_token_router(c->cu, c->stream, &route));
     inf_cuda_stamp(c, INF_STEP_ROUTER);
-    if ((rc = inf_cuda_spend(c, p, p->stream, 2, err)) ||
+    if ((rc = inf_cuda_spend(c, p, p->stream, 1, err)) ||
         (p->on_routes && (rc = show_routes(c, p, layer, err))))
         return rc;
     if (p->on_layer)
@@ -334,7 +334,7 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
     if (!together)
         TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, 1, s->top_k, s->hidden, a->x));
     inf_cuda_stamp(c, INF_STEP_EXPERTS);
-    return inf_cuda_spend(c, p, p->stream, 4, err);
+    return inf_cuda_spend(c, p, p->stream, 3, err);
 }
 
 int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t layer, struct shm_error *err)

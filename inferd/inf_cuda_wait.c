@@ -6,6 +6,8 @@
 
 #define QUEUE_MAX   512u /* operations under way; drivers block a launch at about a thousand */
 #define REPORT_EACH 32u  /* operations between two reports of the stream */
+#define REPORT_RARE 256u /* the same for generated tokens, whose kernels overlap: a report keeps them apart  \
+                          */
 #define SLEEP_NS    20000L
 #define LOOK_NS     UINT64_C(1000000) /* between two looks at peer and driver */
 #define AGAIN_NS    UINT64_C(5000000)
@@ -91,7 +93,7 @@ int inf_cuda_spend(struct inf_cuda *c, const struct inf_pass *p, struct inf_stre
                    struct shm_error *err)
 {
     c->ops += n;
-    if (c->ops - c->ops_sent < REPORT_EACH)
+    if (c->ops - c->ops_sent < (p->generated && p->tokens == 1 ? REPORT_RARE : REPORT_EACH))
         return 0;
     c->ops++;
     int rc = report(c, err);

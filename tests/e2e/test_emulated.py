@@ -61,3 +61,15 @@ def test_follow_up_turn(emulated):
     one, _, rest = reads(emulated, [f"--ids {part[0]}", f"--ids {part[1]}", f"--keep --ids {part[2]}"], "--device", "cuda",
                          "--positions", "last")
     assert rest["logits"][0]["logits"] == one["logits"][0]["logits"]
+
+
+@pytest.mark.slow
+def test_bits_of_generated_tokens(emulated):
+    """One by one behind a prompt: experts all in reach, group by group, resident, some of each."""
+    got = []
+    for options in (["--floor", 1, "--stream", "full", "--ring", 20], ["--floor", 1, "--order", "predicted", "--ring", 3], ["--resident", 5, "--ring", 20],
+                    ["--resident", 5, "--ring", 3], ["--resident", 1000]):
+        r = emulated.run("--device", "cuda", "--prompt", "A", "--raw", "-n", 3, "--temperature", 0, "--ignore-eos", "--hash",
+                         "--chunk", 16, "--ctx", 64, *options)
+        got.append((r["logits_hash"], tuple(r["generated_tokens"])))
+    assert len(set(got)) == 1, got
