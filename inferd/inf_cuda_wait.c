@@ -6,8 +6,7 @@
 
 #define QUEUE_MAX   512u /* operations under way; drivers block a launch at about a thousand */
 #define REPORT_EACH 32u  /* operations between two reports of the stream */
-#define REPORT_RARE 256u /* the same for generated tokens, whose kernels overlap: a report keeps them apart  \
-                          */
+#define REPORT_RARE 256u /* of generated tokens, whose kernels overlap but for reports between them */
 #define SLEEP_NS    20000L
 #define LOOK_NS     UINT64_C(1000000) /* between two looks at peer and driver */
 #define AGAIN_NS    UINT64_C(5000000)
