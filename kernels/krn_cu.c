@@ -81,6 +81,28 @@ static uint32_t div_up(uint64_t a, uint32_t b)
     return (uint32_t)((a + b - 1) / b);
 }
 
+/* Cleared before any other stream could read it: those here do not wait for the default one. */
+static int make_zeros(size_t bytes, krn_cuda_ptr *ret_ptr, struct shm_error *err)
+{
+    void *stream = NULL;
+    int rc = KRN_CUDA(mem_alloc, ret_ptr, bytes);
+    if (rc)
+        *ret_ptr = 0;
+    if (!rc)
+        rc = KRN_CUDA(stream_create, &stream, KRN_CUDA_STREAM_NON_BLOCKING);
+    if (!rc)
+        rc = KRN_CUDA(memset_8_async, *ret_ptr, 0, bytes, stream);
+    if (!rc)
+        rc = KRN_CUDA(stream_synchronize, stream);
+    if (rc)
+        shm_error_set(err, -rc,
+                      "%.1f MiB of device memory for the attention kernels cannot be had or cleared",
+                      (double)bytes / 1048576);
+    if (stream)
+        krn_cuda.stream_destroy(stream);
+    return rc;
+}
+
 int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct krn_cu **ret_cu)
 {
     struct krn_cu *cu = calloc(1, sizeof *cu);
@@ -104,9 +126,7 @@ int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct 
     }
     size_t sums = (size_t)device->multiprocessors * KRN_CU_SUMS_BYTES;
     if (rc == 0 && cu->module[M_attn_sm90])
-        rc = KRN_CUDA(mem_alloc, &cu->sums, sums) || KRN_CUDA(memset_8_async, cu->sums, 0, sums, NULL)
-                 ? -ENOMEM
-                 : 0;
+        rc = make_zeros(sums, &cu->sums, err);
     if (rc == 0)
         rc = krn_cu_token_create(device, err, &cu->token);
     if (rc) {
