@@ -58,16 +58,31 @@ static int push(struct srv_grammar *g, int node, int below)
     return g->stack_table[at] = g->n_stacks++;
 }
 
+static int by_value(const void *a, const void *b)
+{
+    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* In order, each once. */
+static void tidy(struct srv_grammar *g)
+{
+    unsigned n = 0;
+    qsort(g->threads, g->n_threads, sizeof *g->threads, by_value);
+    for (unsigned i = 0; i < g->n_threads; i++)
+        if (!n || g->threads[i] != g->threads[n - 1])
+            g->threads[n++] = g->threads[i];
+    g->n_threads = n;
+}
+
 static void collect(struct srv_grammar *g, uint64_t thread)
 {
-    for (unsigned i = 0; i < g->n_threads; i++)
-        if (g->threads[i] == thread)
-            return;
-    if (g->n_threads == THREADS_MAX) {
+    if (g->n_threads == THREADS_MAX)
+        tidy(g);
+    if (g->n_threads == THREADS_MAX)
         g->error = -E2BIG;
-        return;
-    }
-    g->threads[g->n_threads++] = thread;
+    else
+        g->threads[g->n_threads++] = thread;
 }
 
 /* Follows everything that takes no byte. Recursion is bounded by `fuel`: a rule that calls itself first never
@@ -85,8 +100,9 @@ static void follow(struct srv_grammar *g, int node, int stack, int fuel)
             collect(g, (uint64_t)node << 32 | (unsigned)stack);
             return;
         case EITHER:
-            follow(g, n->a, stack, fuel);
-            node = n->b;
+            follow(g, n->b, stack,
+                   fuel); /* lists of alternatives nest in the first one: no recursion there */
+            node = n->a;
             break;
         case JUMP:
             node = n->a;
@@ -117,12 +133,6 @@ static void follow(struct srv_grammar *g, int node, int stack, int fuel)
     }
 }
 
-static int by_value(const void *a, const void *b)
-{
-    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return x < y ? -1 : x > y;
-}
-
 /* The state of the collected threads; SRV_DEAD for none, SRV_UNKNOWN sets g->error. */
 static int intern(struct srv_grammar *g)
 {
@@ -130,7 +140,7 @@ static int intern(struct srv_grammar *g)
         return SRV_UNKNOWN;
     if (!g->n_threads)
         return SRV_DEAD;
-    qsort(g->threads, g->n_threads, sizeof *g->threads, by_value);
+    tidy(g);
     if (2 * g->n_states >= g->state_table_size) {
         int size = 2 * g->state_table_size + 512;
         int *table = calloc((size_t)size, sizeof *table); /* number + 1 */

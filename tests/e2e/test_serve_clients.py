@@ -87,6 +87,7 @@ def test_openai_leaves_in_the_middle(server):
     assert status["queue"]["cancelled"] == 1
 
 
+@pytest.mark.slow
 def test_64_openai_clients_at_once(server):
     openai = need("openai")
 
@@ -232,7 +233,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Th
          {"type": "function", "function": {"name": "now"}}]
 
 
-@pytest.mark.parametrize("template", ["qwen3", "qwen2.5", "llama3.1"])
+@pytest.mark.parametrize("template", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow)
+                                                 for t in ("qwen2.5", "llama3.1"))])
 def test_tools(world, template):
     """Calls that must be made: the story writer would make none by itself."""
     openai = need("openai")

@@ -179,6 +179,36 @@ Test(grammar, deep_and_wide_texts_end_in_errors_not_in_crashes)
     srv_grammar_destroy(&g);
 }
 
+Test(grammar, ambiguous_schemas_stay_cheap)
+{
+    /* Two thousand alternatives that differ at the end only, in arrays of arrays. */
+    static char text[200000];
+    size_t n = (size_t)sprintf(text, "{\"anyOf\":[");
+    for (int i = 0; i < 2000; i++)
+        n += (size_t)sprintf(text + n, "%s{\"const\":\"the same beginning %d\"}", i ? "," : "", i);
+    for (int i = 0; i < 20; i++)
+        n += (size_t)sprintf(text + n, ",{\"type\":\"array\",\"items\":{\"$ref\":\"#\"}}");
+    sprintf(text + n, "]}");
+    cr_expect(belongs(text, "\"the same beginning 1999\""));
+    cr_expect(!belongs(text, "\"the same beginning 2000\""));
+    /* More alternatives than can be open at a time: refused, not a stack that runs over. */
+    static char many[700000];
+    struct shm_error err = {0};
+    struct srv_grammar *g = NULL;
+    n = (size_t)sprintf(many, "{\"enum\":[0");
+    for (int i = 1; i < 60000; i++)
+        n += (size_t)sprintf(many + n, ",%d", i);
+    sprintf(many + n, "]}");
+    json_t *j = json_loads(many, 0, NULL);
+    cr_expect_lt(srv_grammar_schema(j, "schema", &err, &g), 0);
+    json_decref(j);
+    char nested[64];
+    memset(nested, '[', 20);
+    memset(nested + 20, ']', 20);
+    nested[40] = '\0';
+    (void)belongs(text, nested); /* too many, or not: but soon */
+}
+
 static bool allowed(const uint64_t *mask, int32_t id)
 {
     return mask[id / 64] >> id % 64 & 1;
