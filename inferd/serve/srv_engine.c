@@ -177,6 +177,14 @@ static void *run(void *ctx)
     } else {
         tell(e, SRV_ENDED, NULL);
     }
+    /* Others use the tokenizer until they finish; and a device is closed by the thread that opened it. */
+    while (!srv_queue_finished(e->config.queue))
+        usleep(10000);
+    srv_slots_close(e);
+    inf_detok_destroy(&e->detok);
+    inf_detok_destroy(&e->detok_special);
+    srv_vocab_destroy(&e->vocab);
+    inf_engine_close(&e->engine);
     return NULL;
 }
 
@@ -203,11 +211,6 @@ void srv_engine_join(struct srv_engine **engine)
     if (!e)
         return;
     pthread_join(e->thread, NULL);
-    srv_slots_close(e);
-    inf_detok_destroy(&e->detok);
-    inf_detok_destroy(&e->detok_special);
-    srv_vocab_destroy(&e->vocab);
-    inf_engine_close(&e->engine);
     pthread_mutex_destroy(&e->lock);
     free(e->logits);
     free(e);
