@@ -204,6 +204,7 @@ PARSE(parse_tool_choice)
 PARSE(parse_thinking)
 {
     const char *type = json_string_value(json_object_get(value, "type"));
+    r->thinking_param = p->name;
     if (type && strcmp(type, "disabled") == 0)
         r->thinking = INF_THINKING_OFF;
     else

@@ -386,6 +386,7 @@ PARSE(parse_effort)
 {
     int rc = only(r, p, SRV_API_CHAT, refusal);
     r->effort = json_string_value(value);
+    r->thinking_param = p->name;
     if (rc)
         return rc;
     if (r->effort && strcmp(r->effort, "none") == 0) {
@@ -411,6 +412,7 @@ PARSE(parse_template_options)
         if (strcmp(key, "enable_thinking") != 0 || !json_is_boolean(item))
             return srv_refuse(refusal, 400, "unsupported_parameter", p->name,
                               "'chat_template_kwargs': only enable_thinking, true or false, is supported");
+        r->thinking_param = p->name;
         r->thinking = json_is_true(item) ? INF_THINKING_ON : INF_THINKING_OFF;
     }
     return 0;

@@ -54,6 +54,7 @@ struct srv_request {
     bool one_call; /* parallel_tool_calls: false */
     enum inf_thinking thinking;
     const char *effort;
+    const char *thinking_param; /* which parameter asked for either */
 
     struct inf_sampler_params sampler;
     bool seeded;

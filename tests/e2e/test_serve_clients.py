@@ -296,3 +296,17 @@ def test_a_template_without_forced_calls_refuses_them_by_name(world):
     with pytest.raises(openai.BadRequestError, match="glm4.5") as e:
         client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required")
     assert e.value.param == "tool_choice"
+    # What is asked of the reasoning must be in the template's power.
+    for template, kw, ok in [("glm4.5", {"reasoning_effort": "none"}, True), ("glm4.5", {"reasoning_effort": "low"}, False),
+                             ("chatml", {"reasoning_effort": "none"}, True),
+                             ("chatml", {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, False),
+                             ("deepseek-r1", {"reasoning_effort": "none"}, False),
+                             ("gpt-oss", {"reasoning_effort": "low"}, True)]:
+        client = openai_client(Server(world, "--chat-template", template))
+        ask = {"model": MODEL, "messages": ASK, "max_tokens": 2, **kw}
+        if ok:
+            assert client.chat.completions.create(**ask).usage.completion_tokens
+        else:
+            with pytest.raises(openai.BadRequestError, match=template) as e:
+                client.chat.completions.create(**ask)
+            assert e.value.param in ("reasoning_effort", "chat_template_kwargs")
