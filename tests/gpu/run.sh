@@ -84,7 +84,7 @@ with_mps() { # COMMAND...
 stage() {
     case $1 in
     kernels) "$build"/tests/gpu/t_cu_kernels && "$build"/tests/gpu/g_poison ;;
-    link) "$build"/tests/gpu/g_link ;;
+    link) CUDA_DEVICE_MAX_CONNECTIONS=32 "$build"/tests/gpu/g_link ;;
     daemon) "$build"/tests/gpu/g_daemon "$build"/expertd/expertd "$top"/tools/model/story-q4_k.gguf ;;
     stream)
         local model=${MODEL:-$scratch}
