@@ -12,7 +12,6 @@
 #
 # Prints each one's figures, then a table, last "N passed, N failed, N skipped". Exit status 1 when anything failed,
 # 77 where there is no driver. BUILD_DIR: build-gpu. MESON_OPTIONS: for a first build, -Dgpu_arch=90 for instance.
-# MPS=1: bits and soak with several workers under an MPS.
 # MODEL: a qwen3-30b-a3b model for `stream` that is there already. LIMIT_S: bound of one stage, 300.
 set -uo pipefail
 top=$(cd "$(dirname "$0")/../.." && pwd)
@@ -53,34 +52,6 @@ pytest() { # FILE...
     return $status
 }
 
-# MPS=1: several workers at once, under an MPS of our own. Each client takes connections of the GPU, which has few.
-with_mps() { # COMMAND...
-    if [ -z "${MPS:-}" ] || [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
-        "$@"
-        return
-    fi
-    local seen=${CUDA_VISIBLE_DEVICES:-0} dir status
-    dir=$(mktemp -d /tmp/xd-mps-XXXXXX)
-    (
-        export CUDA_MPS_PIPE_DIRECTORY=$dir CUDA_MPS_LOG_DIRECTORY=$dir EXPERTD_LANES=${EXPERTD_LANES:-6} CUDA_DEVICE_MAX_CONNECTIONS=4
-        CUDA_VISIBLE_DEVICES=$(nvidia-smi -i "${seen%%,*}" --query-gpu=uuid --format=csv,noheader)
-        export CUDA_VISIBLE_DEVICES
-        if nvidia-cuda-mps-control -d >"$dir/start" 2>&1; then
-            echo "under MPS, $EXPERTD_LANES workers at once"
-        else
-            echo "no MPS: $(head -n 1 "$dir/start")"
-            unset CUDA_MPS_PIPE_DIRECTORY EXPERTD_LANES
-        fi
-        "$@"
-        status=$?
-        echo quit | timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1
-        exit $status
-    )
-    status=$?
-    rm -rf "$dir"
-    return $status
-}
-
 stage() {
     case $1 in
     kernels) "$build"/tests/gpu/t_cu_kernels && "$build"/tests/gpu/g_poison ;;
@@ -98,8 +69,7 @@ stage() {
         "$python" "$top"/tests/data/make_models.py "$build"/models >"$build.log" 2>&1 || tail -n 3 "$build.log"
         pytest test_goldens_gpu.py
         ;;
-    bits | soak) with_mps pytest "test_$1_gpu.py" ;;
-    settings | kills) pytest "test_$1_gpu.py" ;;
+    bits | settings | soak | kills) pytest "test_$1_gpu.py" ;;
     scale) "$python" "$top"/tests/gpu/reference_torch.py "$build" ;;
     restart)
         local model=${MODEL:-$scratch}
@@ -113,7 +83,7 @@ stage() {
     two_gpus) "$python" "$top"/tests/gpu/two_gpus.py "$build" ;;
     esac
 }
-export -f stage pytest with_mps
+export -f stage pytest
 scratch=/dev/shm/run-gpu-$$.gguf
 export python top build scratch MODEL
 

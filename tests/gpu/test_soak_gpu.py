@@ -14,6 +14,7 @@ from gpu_kit import (LANES, ON_GPU, SERVER, STORY_EXPERTS, Reader, anonymous_byt
                      options_of, process_facts, prompts, world)  # noqa: F401
 
 STREAMS = int(os.environ.get("EXPERTD_STREAMS", "10000" if ON_GPU else "1500"))
+LIVES = 4  # of each worker: poisoned, plain, and with residents
 SEED = int(os.environ.get("EXPERTD_SEED", time.time_ns() % 1000000))
 
 
@@ -46,11 +47,14 @@ class Soak:
 
     def reads_of(self, n):
         rng = random.Random(SEED * 1000 + n)
-        options = ["--poison"] if n % 4 else []
-        options += ["--resident", rng.randint(1, 47)] if n % 3 == 1 else []
+        return [pair for life in range(LIVES) for pair in self.life(rng, n, life)]
+
+    def life(self, rng, n, life):
+        options = ["--poison"] if life != 1 else []
+        options += ["--resident", rng.randint(1, 47)] if life >= 2 else []
         reader = Reader(self.world, "--hash", *options)
         mine, warm = 0, False
-        while mine < STREAMS / LANES:
+        while mine < STREAMS / LANES / LIVES:
             self.attaches += 1
             for case in self.settings(rng):
                 name = rng.choice(list(self.prompts))
@@ -63,12 +67,12 @@ class Soak:
                     self.reads += 1
                     self.dropped += r["stream"]["dropped"]
                 mine += r["stream"]["chunks"]
-            if not warm and mine > STREAMS / LANES / 5:
+            if not warm and mine > STREAMS / LANES / LIVES / 5:
                 warm = True
                 facts = self.rest(reader)
         at_end = self.rest(reader)
         reader.end()
-        return facts, at_end
+        return [(facts, at_end)]
 
     def rest(self, reader):
         """All lanes in the same state, so that what they use can be compared."""
@@ -103,20 +107,22 @@ def test_soak(world):
     thread = threading.Thread(target=lambda: results.extend(in_parallel([lambda n=n: soak.lane(n) for n in range(LANES)])))
     thread.start()
     try:
-        memory, facts, anonymous = soak.measure(d)
-        at_end, facts_end, anonymous_end = soak.measure(d)
+        measured = [(soak.measure(d), soak.measure(d)) for _ in range(LIVES)]
     except threading.BrokenBarrierError:
         thread.join()
         raise AssertionError(soak.wrong[:3]) from None
     thread.join()
+    memory, facts, anonymous = measured[0][0]
+    at_end, facts_end, anonymous_end = measured[-1][1]
     print(f"{soak.streams} streams in {soak.reads} reads, {soak.attaches} sessions, {soak.dropped} entries dropped, "
           f"{len(soak.wrong)} wrong, {time.monotonic() - start:.1f} s; device memory {empty} MiB, after a fifth {memory}, "
           f"at the end {at_end}; expertd {facts} -> {facts_end}, {anonymous >> 10} -> {anonymous_end >> 10} KiB", flush=True)
     assert not soak.wrong, soak.wrong[:10]
     assert soak.streams >= STREAMS and soak.dropped
-    assert len(results) == LANES and all(end == begin for begin, end in results), results
-    assert at_end <= memory + 8, "device memory grew"
-    assert facts_end == facts, "descriptors, mappings or threads of expertd grew"
+    lives = [pair for lane in results for pair in lane]
+    assert len(lives) == LANES * LIVES and all(end == begin for begin, end in lives), results
+    assert all(end[0] <= begin[0] + 8 for begin, end in measured), f"device memory grew: {measured}"
+    assert all(end[1] == facts for begin, end in measured), f"descriptors, mappings or threads of expertd grew: {measured}"
     assert anonymous_end <= anonymous + (8 << 20), "memory of expertd grew"
     world.until(lambda: not world.status()["workers"], timeout=10, what="sessions closed")
     world.until(lambda: gpu_memory() <= empty + 8, timeout=10, what=f"device memory back to {empty} MiB", every=0.2)
