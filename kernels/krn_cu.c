@@ -112,7 +112,7 @@ int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct 
     int rc = krn_cuda_enter(device);
     for (int m = 0; rc == 0 && m < MODULES; m++)
         if ((m != M_attn_sm90 && m != M_experts_sm90) ||
-            (device->major == 9 && krn_fatbin_find(module_names[m])))
+            (device->major == 9 && krn_cuda.tensor_map && krn_fatbin_find(module_names[m])))
             rc = krn_cuda_module(module_names[m], &cu->module[m], err);
     for (int k = 0; rc == 0 && k < KERNEL_COUNT; k++) {
         if (!cu->module[kernels[k].module])
@@ -285,34 +285,58 @@ int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint
     return launch(cu, K_qkv, (struct grid){div_up(warps, THREADS / 32), 1, 1, THREADS, 0}, stream, &a);
 }
 
+/* Boxes of 64 columns and `rows` of dimension `along` (1 or 2). */
+static int tensor_map(krn_cuda_ptr data, uint32_t cols, uint32_t ys, uint32_t zs, uint64_t y_bytes,
+                      uint64_t z_bytes, int along, uint32_t rows, struct krn_cu_tensor_map *ret_map)
+{
+    const uint64_t extents[] = {cols, ys, zs}, strides[] = {y_bytes, z_bytes};
+    const uint32_t box[] = {64, along == 1 ? rows : 1, along == 2 ? rows : 1}, steps[] = {1, 1, 1};
+    return KRN_CUDA(tensor_map, ret_map, KRN_CUDA_TENSOR_F16, 3, (void *)(uintptr_t)data, extents, strides,
+                    box, steps, 0, KRN_CUDA_TENSOR_SWIZZLE_128, KRN_CUDA_TENSOR_L2_256, 0);
+}
+
 /* Hopper's kernel: blocks take (queries, head) items whole, but for the last ones, which would leave blocks
  * idle: those they share evenly, if none has to be cut more than once. */
-static int attention_sm90(struct krn_cu *cu, void *stream, struct krn_cu_attention_args *a)
+static int attention_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_attention_args *p)
 {
-    bool wide = a->head_dim == 128;
-    uint32_t groups = wide ? 2 : 3, queries = groups * 64, tiles = div_up(a->tokens, queries),
-             items = a->heads * tiles, blocks = (uint32_t)cu->device->multiprocessors, longest = 0;
+    bool wide = p->head_dim == 128;
+    uint32_t groups = wide ? 2 : 3, queries = groups * 64, tiles = div_up(p->tokens, queries),
+             items = p->heads * tiles, blocks = (uint32_t)cu->device->multiprocessors, longest = 0,
+             row = p->head_dim * 2, keys = p->position + p->tokens;
+    if (!items)
+        return 0;
     if (blocks > items)
         blocks = items;
-    a->sums = cu->sums;
-    a->whole = items;
-    if (blocks && items % blocks)
-        a->whole = (items / blocks - 1) * blocks;
-    for (uint32_t item = a->whole, alike; item < items; item += alike) {
-        uint64_t end = (uint64_t)(tiles - item / a->heads) * queries;
-        uint32_t keys = div_up(a->position + (end < a->tokens ? end : a->tokens), KRN_CU_SM90_KEYS);
-        alike = a->heads - item % a->heads;
-        a->rest += alike * keys;
-        longest = longest ? longest : keys;
+    struct krn_cu_attention_sm90_args a = {.y = p->y,
+                                           .sums = cu->sums,
+                                           .tokens = p->tokens,
+                                           .position = p->position,
+                                           .heads = p->heads,
+                                           .kv_heads = p->kv_heads,
+                                           .whole = items % blocks ? (items / blocks - 1) * blocks : items,
+                                           .scale_log2 = p->scale_log2};
+    int rc = tensor_map(p->q, p->head_dim, p->heads, p->tokens, row, (uint64_t)p->heads * row, 2, queries,
+                        &a.q_map);
+    for (int v = 0; rc == 0 && v < 2; v++)
+        rc = tensor_map(v ? p->v : p->k, p->head_dim, keys, p->kv_heads, row, (uint64_t)p->ctx * row, 1,
+                        KRN_CU_SM90_KEYS, v ? &a.v_map : &a.k_map);
+    if (rc)
+        return rc;
+    for (uint32_t item = a.whole, alike; item < items; item += alike) {
+        uint64_t end = (uint64_t)(tiles - item / a.heads) * queries;
+        uint32_t steps = div_up(a.position + (end < a.tokens ? end : a.tokens), KRN_CU_SM90_KEYS);
+        alike = a.heads - item % a.heads;
+        a.rest += alike * steps;
+        longest = longest ? longest : steps;
     }
-    if (longest > a->rest / (blocks ? blocks : 1)) {
-        a->whole = items;
-        a->rest = 0;
+    if (longest > a.rest / blocks) {
+        a.whole = items;
+        a.rest = 0;
     }
     return launch(cu, wide ? K_attention_128_sm90 : K_attention_64_sm90,
                   (struct grid){blocks, 1, 1, (groups + 1) * 128,
-                                2048 + (queries + 4 * KRN_CU_SM90_KEYS) * a->head_dim * 2},
-                  stream, a);
+                                2048 + (queries + 4 * KRN_CU_SM90_KEYS) * p->head_dim * 2},
+                  stream, &a);
 }
 
 int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,

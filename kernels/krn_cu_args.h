@@ -191,11 +191,24 @@ struct krn_cu_expert_args {
 
 struct krn_cu_attention_args {
     uint64_t q, k, v, y; /* f16 */
-    uint64_t sums;       /* Hopper: KRN_CU_SUMS_BYTES a block, flags zero before and after */
     uint32_t tokens, position, heads, kv_heads, head_dim, ctx;
     float scale_log2; /* log2(e) / sqrt(head_dim) */
-    uint32_t whole;   /* Hopper: (queries, head) items that blocks run whole; see krn_cu_attn_sm90.cu */
-    uint32_t rest;    /* key blocks of the others */
+    uint32_t reserved;
+};
+
+/* The driver's description of a tensor for the copy engine. */
+struct krn_cu_tensor_map {
+    uint64_t opaque[16];
+} __attribute__((aligned(64)));
+
+struct krn_cu_attention_sm90_args {
+    struct krn_cu_tensor_map q_map, k_map, v_map; /* boxes of 64 columns; keys end with the last query's */
+    uint64_t y;                                   /* f16 */
+    uint64_t sums;                                /* KRN_CU_SUMS_BYTES a block, flags zero before and after */
+    uint32_t tokens, position, heads, kv_heads;
+    uint32_t whole; /* (queries, head) items that blocks run whole; see krn_cu_attn_sm90.cu */
+    uint32_t rest;  /* key blocks of the others */
+    float scale_log2;
     uint32_t reserved;
 };
 

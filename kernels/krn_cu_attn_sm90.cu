@@ -3,12 +3,12 @@
  * Causal attention of a prompt as krn_cu_attn.cu computes it, with Hopper's
  * warpgroup products (target sm_90a; its bits differ from the other file's).
  *
- * A block stays on its multiprocessor and takes 64 queries for each warpgroup
- * but one, work after work. That one copies queries, keys and values into
- * shared memory, ahead of the others, who take 128 keys a step, at absolute
- * multiples of 128 from key 0. Its scores of a step run on the tensor cores
- * beside the weighted values of the step before, and one warpgroup's
- * exponentials beside another's products: they take turns in issuing.
+ * A block stays on its multiprocessor and takes work after work: 64 queries of
+ * one head for each of its warpgroups but the first, of which one thread has
+ * the copy engine bring queries, keys and values into shared memory, ahead of
+ * the others. A step is 128 keys, at absolute multiples of 128 from key 0. Its
+ * scores run on the tensor cores beside the weighted values of the step
+ * before, and one warpgroup's exponentials beside another's products.
  */
 #include "kernels/krn_cu_sm90.cuh"
 
@@ -33,35 +33,22 @@ template <int HD, int GROUPS> struct layout {
                               Q_PANEL = QUERIES * 128, K = Q + QUERIES * HD * 2, V = K + STAGES * TILE;
 };
 
-/* ROWS x HD from global rows `stride` bytes apart by a warpgroup; rows from `valid` on are zero. */
-template <int HD, int ROWS>
-DEV void fetch_rows(uint32_t target, const uint8_t *source, uint64_t stride, uint32_t valid)
-{
-    constexpr uint32_t PIECES = HD / 8, STEP = 128 / PIECES;
-    const uint32_t t = threadIdx.x % 128, piece = t % PIECES, row = t / PIECES;
-    target += piece / 8 * (ROWS * 128) + row * 128 + ((piece ^ row) % 8 << 4);
-#pragma unroll
-    for (uint32_t r = row; r < ROWS; r += STEP, target += STEP * 128)
-        copy_async(target, source + (r < valid ? r : 0) * stride + piece * 16, r < valid);
-}
-
 /* Queries of one head and the key blocks to run them over. */
 struct work {
-    uint32_t head, q0, n_queries, n_keys, blocks, begin, end;
+    uint32_t head, q0, n_queries, blocks, begin, end; /* blocks: to the last query's key */
 };
 
-template <int QUERIES> DEV void describe(const krn_cu_attention_args &a, uint32_t item, work &w)
+template <int QUERIES> DEV void describe(const krn_cu_attention_sm90_args &a, uint32_t item, work &w)
 {
     w.head = item % a.heads;
     w.q0 = (div_up(a.tokens, QUERIES) - 1 - item / a.heads) * QUERIES; /* the longest first */
     w.n_queries = a.tokens - w.q0 < QUERIES ? a.tokens - w.q0 : QUERIES;
-    w.n_keys = a.position + w.q0 + w.n_queries;
-    w.blocks = w.end = div_up(w.n_keys, KEYS);
+    w.blocks = w.end = div_up(a.position + w.q0 + w.n_queries, KEYS);
     w.begin = 0;
 }
 
 /* The item of the rest that has its key block `at`, counted from the rest's first; at becomes the item's own. */
-template <int QUERIES> DEV uint32_t find_item(const krn_cu_attention_args &a, uint32_t &at, work &w)
+template <int QUERIES> DEV uint32_t find_item(const krn_cu_attention_sm90_args &a, uint32_t &at, work &w)
 {
     for (uint32_t item = a.whole;; item = (item / a.heads + 1) * a.heads) {
         describe<QUERIES>(a, item, w); /* all heads of these queries are alike */
@@ -81,12 +68,11 @@ template <int QUERIES> DEV uint32_t find_item(const krn_cu_attention_args &a, ui
  * its piece, whose later keys the next block runs at its end, from where this one left the sums. Who waits so
  * waits for an earlier block of the grid.
  */
-template <int QUERIES> DEV bool take_work(const krn_cu_attention_args &a, uint32_t round, work &w)
+template <int QUERIES> DEV bool take_work(const krn_cu_attention_sm90_args &a, uint32_t round, work &w)
 {
     const uint32_t rounds = div_up(a.whole, gridDim.x);
     if (round < rounds) {
-        const uint32_t i =
-            round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        const uint32_t i = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (i < a.whole)
             describe<QUERIES>(a, i, w);
         return i < a.whole;
@@ -107,63 +93,35 @@ template <int QUERIES> DEV bool take_work(const krn_cu_attention_args &a, uint32
     return true;
 }
 
-template <int HD, int GROUPS> DEV void produce(const krn_cu_attention_args &a, uint32_t base)
+/* One thread's work: keys of a step before the values of the step before, as they are consumed. */
+template <int HD, int GROUPS> DEV void produce(const krn_cu_attention_sm90_args &a, uint32_t base)
 {
     using L = layout<HD, GROUPS>;
-    const uint64_t q_stride = (uint64_t)a.heads * HD * 2;
-    uint32_t open = BARRIERS; /* the barrier of the copies under way */
-    auto tell = [&]() {
-        products_see();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            barrier_arrive(base + open * 8);
-    };
-    /* Waits until the place is empty; what is under way is told before that takes long. */
-    auto begin = [&](uint32_t empty, uint32_t parity) {
-        const uint32_t barrier = base + empty * 8;
-        if (__ballot_sync(0xffffffffu, barrier_passed(barrier, parity)) == 0xffffffffu)
-            return;
-        if (open != BARRIERS) {
-            copy_wait<0>();
-            tell();
-            open = BARRIERS;
-        }
-        barrier_wait(barrier, parity);
-    };
-    auto end = [&](uint32_t full) {
-        copy_commit();
-        if (open != BARRIERS) {
-            copy_wait<1>();
-            tell();
-        }
-        open = full;
-    };
     work w = {};
     for (uint32_t round = 0, n = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.end) {
         n -= w.begin; /* block + n: blocks before it, of this and earlier work */
-        const uint64_t kv = (uint64_t)(w.head / (a.heads / a.kv_heads)) * a.ctx * HD * 2;
-        auto fetch = [&](uint32_t block, uint32_t full, uint32_t empty, uint32_t place, uint64_t source) {
-            const uint32_t stage = (n + block) % STAGES;
-            begin(empty + stage, (n + block) / STAGES & 1 ^ 1);
-            fetch_rows<HD, KEYS>(base + place + stage * L::TILE,
-                                 at<uint8_t>(source + kv + (uint64_t)block * L::TILE), HD * 2,
-                                 w.n_keys - block * KEYS);
-            end(full + stage);
+        const uint32_t kv_head = w.head / (a.heads / a.kv_heads);
+        auto fetch = [&](uint32_t block, uint32_t full, uint32_t empty, uint32_t place,
+                         const krn_cu_tensor_map &map) {
+            const uint32_t stage = (n + block) % STAGES, barrier = base + (full + stage) * 8;
+            barrier_wait(base + (empty + stage) * 8, (n + block) / STAGES & 1 ^ 1);
+            barrier_expect(barrier, L::TILE);
+#pragma unroll
+            for (int i = 0; i < HD / 64; i++)
+                fetch_box(base + place + stage * L::TILE + i * L::PANEL, map, i * 64, block * KEYS, kv_head,
+                          barrier);
         };
-        begin(EMPTY_Q, round & 1 ^ 1);
-        fetch_rows<HD, L::QUERIES>(base + L::Q, at<uint8_t>(a.q) + w.q0 * q_stride + w.head * HD * 2,
-                                   q_stride, w.n_queries);
-        end(FULL_Q);
+        barrier_wait(base + EMPTY_Q * 8, round & 1 ^ 1);
+        barrier_expect(base + FULL_Q * 8, L::QUERIES * HD * 2);
+#pragma unroll
+        for (int i = 0; i < HD / 64; i++)
+            fetch_box(base + L::Q + i * L::Q_PANEL, a.q_map, i * 64, w.head, w.q0, base + FULL_Q * 8);
         for (uint32_t block = w.begin; block <= w.end; block++) {
             if (block < w.end)
-                fetch(block, FULL_K, EMPTY_K, L::K, a.k);
+                fetch(block, FULL_K, EMPTY_K, L::K, a.k_map);
             if (block > w.begin)
-                fetch(block - 1, FULL_V, EMPTY_V, L::V, a.v);
+                fetch(block - 1, FULL_V, EMPTY_V, L::V, a.v_map);
         }
-    }
-    if (open != BARRIERS) {
-        copy_wait<0>();
-        tell();
     }
 }
 
@@ -208,16 +166,16 @@ DEV void mask(float (&s)[KEYS / 2], int past)
             s[i] = NEGATIVE;
 }
 
-template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, uint32_t base)
+template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_sm90_args &a, uint32_t base)
 {
     using L = layout<HD, GROUPS>;
     constexpr int THREADS = 128 * (GROUPS + 1);
+    constexpr bool Q_HELD = GROUPS == 2; /* queries in registers: shared memory is read less */
     const uint32_t group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const uint32_t first_row = group * 64, row = first_row + warp * 16 + lane / 4;
-    const uint32_t turn = 1 + group, next = 1 + (group + 1) % GROUPS;
     const uint64_t q = matrix_view(base + L::Q + first_row * 128, L::Q_PANEL);
     float o[HD / 2], s[KEYS / 2], row_max[2], row_sum[2], shrink[2];
-    uint32_t p[KEYS / 16][4];
+    uint32_t p[KEYS / 16][4], q_held[Q_HELD ? HD / 16 : 1][4];
     uint32_t n = 0; /* block + n: key blocks before it, of this and earlier work */
     work w = {};
 
@@ -234,14 +192,17 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
         wg_begin();
 #pragma unroll
         for (int i = 0; i < HD / 16; i++)
-            wg_product(s, q + (i / 4 * L::Q_PANEL + i % 4 * 32) / 16,
-                       k + (i / 4 * L::PANEL + i % 4 * 32) / 16, i > 0);
+            if (Q_HELD)
+                wg_product(s, q_held[Q_HELD ? i : 0], k + (i / 4 * L::PANEL + i % 4 * 32) / 16, i > 0);
+            else
+                wg_product(s, q + (i / 4 * L::Q_PANEL + i % 4 * 32) / 16,
+                           k + (i / 4 * L::PANEL + i % 4 * 32) / 16, i > 0);
         wg_commit();
     };
     auto scored = [&](uint32_t block) {
         wg_pin(s);
         leave(EMPTY_K + (n + block) % STAGES);
-        if (block + 1 == w.end)
+        if (!Q_HELD && block + 1 == w.end)
             leave(EMPTY_Q);
     };
     /* o += p * v */
@@ -284,8 +245,6 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
         return at<float>(a.sums + (uint64_t)block * KRN_CU_SUMS_BYTES) + 32 + threadIdx.x;
     };
 
-    if (group == GROUPS - 1)
-        turn_give(next, 256); /* the first warpgroup begins */
     for (uint32_t round = 0; take_work<L::QUERIES>(a, round, w); round++, n += w.end) {
         n -= w.begin;
         if (w.begin == 0) {
@@ -307,6 +266,14 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
             }
         }
         barrier_wait(base + FULL_Q * 8, round & 1);
+        if (Q_HELD) {
+#pragma unroll
+            for (int i = 0; i < HD / 16; i++)
+                load_matrix(q_held[Q_HELD ? i : 0],
+                            base + L::Q + i / 4 * L::Q_PANEL + (first_row + warp * 16 + lane % 16) * 128 +
+                                (((i % 4 * 2 + lane / 16) ^ lane % 8) << 4));
+            leave(EMPTY_Q);
+        }
         await(FULL_K, w.begin);
         score(w.begin);
         wg_wait<0>();
@@ -317,10 +284,8 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
         for (uint32_t block = w.begin + 1; block < w.end; block++) {
             if (block == w.begin + 1)
                 await(FULL_K, block);
-            turn_wait(turn, 256);
             score(block);
             weigh(block - 1);
-            turn_give(next, 256);
             wg_wait<1>();
             scored(block);
             soften_block(block);
@@ -364,32 +329,33 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_args &a, u
                 y[cell + i * 4] = pack_f16(o[4 * i + 2 * h] * scale, o[4 * i + 2 * h + 1] * scale);
         }
     }
-    if (group == 0)
-        turn_wait(turn, 256); /* nobody gives a turn in vain */
 }
 
-template <int HD, int GROUPS> DEV void attention(const krn_cu_attention_args &a)
+template <int HD, int GROUPS> DEV void attention(const krn_cu_attention_sm90_args &a)
 {
     SHARED_DYNAMIC(uint8_t, smem);
     const uint32_t base = (shared_address(smem) + 1023) & ~1023u;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < BARRIERS; i++)
-            barrier_init(base + i * 8, i < EMPTY_Q ? 4 : 4 * GROUPS); /* warps */
+            barrier_init(base + i * 8, i < EMPTY_Q ? 1 : 4 * GROUPS); /* warps */
+        products_see();
+    }
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_give<GROUPS == 2 ? 40 : 32>();
-        produce<HD, GROUPS>(a, base);
+        if (threadIdx.x == 0)
+            produce<HD, GROUPS>(a, base);
     } else {
         registers_take<GROUPS == 2 ? 232 : 160>();
         consume<HD, GROUPS>(a, base);
     }
 }
 
-KERNEL(__launch_bounds__(384, 1), attention_128_sm90, krn_cu_attention_args)
+KERNEL(__launch_bounds__(384, 1), attention_128_sm90, krn_cu_attention_sm90_args)
 {
     attention<128, 2>(a);
 }
-KERNEL(__launch_bounds__(512, 1), attention_64_sm90, krn_cu_attention_args)
+KERNEL(__launch_bounds__(512, 1), attention_64_sm90, krn_cu_attention_sm90_args)
 {
     attention<64, 3>(a);
 }

@@ -43,6 +43,21 @@ DEV void wg_product(float (&d)[64], uint64_t a, uint64_t b, int add)
                  : "l"(a), "l"(b), "r"(add));
 }
 
+/* The same, a of registers: of a lane those that mma takes of the warp's 16 rows. */
+DEV void wg_product(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add)
+{
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." WG_TYPE " "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+                 "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+                 "%56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
+                 : D32(d, 0), D32(d, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
 /* d (64 x 128 or 64 x 64) += a (64 x 16, of registers) * b (16 rows of 128 or 64). */
 DEV void wg_product(float (&d)[64], const uint32_t (&a)[4], uint64_t b)
 {
@@ -91,7 +106,7 @@ template <int N> DEV void wg_pin(float (&d)[N])
         asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Shared memory that this thread wrote becomes visible to products, once a barrier says so. */
+/* What this thread wrote to shared memory becomes visible to the copy engine and to products. */
 DEV void products_see()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -107,17 +122,21 @@ DEV void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Is the phase of this parity over? */
-DEV bool barrier_passed(uint32_t barrier, uint32_t parity)
+/* Arrives; the phase ends only once the copy engine has brought so many bytes, too. */
+DEV void barrier_expect(uint32_t barrier, uint32_t bytes)
 {
-    uint32_t done;
-    asm volatile("{.reg .pred p;\n"
-                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
-    return done;
+}
+
+/* A box of the map from (x, y, z) on, as matrix_view wants it; zeros beyond the map. */
+DEV void fetch_box(uint32_t target, const krn_cu_tensor_map &map, uint32_t x, uint32_t y, uint32_t z,
+                   uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5}], [%2];" ::"r"(target),
+                 "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+                 : "memory");
 }
 
 /* Until the phase of this parity is over. */
@@ -132,17 +151,6 @@ DEV void barrier_wait(uint32_t barrier, uint32_t parity)
                      : "r"(barrier), "r"(parity)
                      : "memory");
     while (!done);
-}
-
-/* The block's numbered barriers, of `threads` in all. */
-DEV void turn_wait(uint32_t id, uint32_t threads)
-{
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-DEV void turn_give(uint32_t id, uint32_t threads)
-{
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /* What the warp stored is for whoever takes the flag next; until then no other may raise it. */

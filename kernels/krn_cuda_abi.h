@@ -86,6 +86,11 @@ _Static_assert(sizeof(struct krn_cuda_launch) == 56, "driver's layout");
 #define KRN_CUDA_FUNC_ATTR_DYNAMIC_SHARED 8
 #define KRN_CUDA_FUNC_ATTR_CARVEOUT       9 /* percent of the first-level memory that is shared memory */
 
+/* Of tensor_map. */
+#define KRN_CUDA_TENSOR_F16         6
+#define KRN_CUDA_TENSOR_SWIZZLE_128 3
+#define KRN_CUDA_TENSOR_L2_256      3
+
 #define KRN_CUDA_SUCCESS            0
 #define KRN_CUDA_INVALID_VALUE      1
 #define KRN_CUDA_OUT_OF_MEMORY      2
@@ -196,6 +201,9 @@ _Static_assert(sizeof(struct krn_cuda_launch) == 56, "driver's layout");
        void **extra))                                                                                        \
     X(launch_ex, cuLaunchKernelEx, 11060, KRN_CUDA_OPTIONAL,                                                 \
       (const struct krn_cuda_launch *launch, void *function, void **arguments, void **extra))                \
+    X(tensor_map, cuTensorMapEncodeTiled, 12000, KRN_CUDA_OPTIONAL,                                          \
+      (void *ret_map, int type, uint32_t rank, void *data, const uint64_t *extents, const uint64_t *strides, \
+       const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill))    \
     X(copy_batch, cuMemcpyBatchAsync, 13000, KRN_CUDA_OPTIONAL,                                              \
       (krn_cuda_ptr * targets, krn_cuda_ptr * sources, size_t * sizes, size_t count,                         \
        struct krn_cuda_copy_attr * attrs, size_t * attr_first, size_t attr_count, void *stream))             \

@@ -40,10 +40,6 @@ static std::vector<char *> stacks;
 static fiber *current;
 static void *main_sp;
 static unsigned alive, at_barrier;
-static struct turn {
-    unsigned arrived;
-    uint64_t gone;
-} turns[16];
 static uint64_t barrier_turn;
 static void (*entry)(const void *);
 static const void *entry_args;
@@ -103,19 +99,6 @@ void emu_barrier()
 void emu_yield()
 {
     yield();
-}
-
-// Barrier `id`: of `threads` that come, some of which wait.
-void emu_turn(unsigned id, unsigned threads, bool wait)
-{
-    turn &t = turns[id];
-    const uint64_t gone = t.gone;
-    if (++t.arrived == threads) {
-        t.arrived = 0;
-        t.gone++;
-    }
-    while (wait && t.gone == gone)
-        yield();
 }
 
 emu_lanes *emu_exchange(const void *mine, size_t bytes, void (*work)(emu_lanes &))
@@ -178,7 +161,6 @@ extern "C" void emu_launch(void *function, const unsigned (&grid)[3], unsigned t
         warps.assign((threads + 31) / 32, warp());
         alive = threads;
         at_barrier = 0;
-        memset(turns, 0, sizeof turns);
         for (unsigned i = 0; i < threads; i++) {
             fibers[i].x = i;
             warps[i / 32].alive++;

@@ -10,7 +10,6 @@
 #include "tests/gpu/emu_device.h"
 
 void emu_yield(); /* emu_run.cpp */
-void emu_turn(uint32_t id, uint32_t threads, bool wait);
 
 /* Element of a matrix view; row: of 128 swizzled bytes. */
 static inline float emu_viewed(uint64_t view, uint32_t row, uint32_t col, uint32_t panel_rows)
@@ -37,19 +36,38 @@ static inline void wg_product(float (&d)[64], uint64_t a, uint64_t b, int add)
     }
 }
 
-template <int N> static inline void wg_product(float (&d)[N], const uint32_t (&a)[4], uint64_t b)
+/* Both rows of 16 that a lane's registers and its neighbours' hold of a. */
+static inline void emu_rows(const uint32_t (&a)[4], float (&A)[2][16])
 {
     emu_lanes *all = emu_exchange(a, sizeof a, nullptr);
-    const uint32_t lane = emu_lane(), panel = (b >> 16 & 0x3fff) << 4;
-    float A[2][16];
     for (uint32_t k = 0; k < 16; k++)
         for (uint32_t h = 0; h < 2; h++) {
             uint32_t w[4];
-            memcpy(w, (*all)[lane / 4 * 4 + k % 8 / 2], sizeof w);
+            memcpy(w, (*all)[emu_lane() / 4 * 4 + k % 8 / 2], sizeof w);
             A[h][k] = krn_f16_to_f32((uint16_t)(w[k / 8 * 2 + h] >> 16 * (k & 1)));
         }
+}
+
+static inline void wg_product(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add)
+{
+    float A[2][16];
+    emu_rows(a, A);
+    for (uint32_t i = 0; i < 64; i++) {
+        const uint32_t col = i / 4 * 8 + emu_lane() % 4 * 2 + (i & 1);
+        float sum = 0;
+        for (uint32_t k = 0; k < 16; k++)
+            sum += A[i >> 1 & 1][k] * emu_viewed(b, col, k, 0);
+        d[i] = add ? d[i] + sum : sum;
+    }
+}
+
+template <int N> static inline void wg_product(float (&d)[N], const uint32_t (&a)[4], uint64_t b)
+{
+    const uint32_t panel = (b >> 16 & 0x3fff) << 4;
+    float A[2][16];
+    emu_rows(a, A);
     for (uint32_t i = 0; i < N; i++) {
-        const uint32_t col = i / 4 * 8 + lane % 4 * 2 + (i & 1);
+        const uint32_t col = i / 4 * 8 + emu_lane() % 4 * 2 + (i & 1);
         float sum = 0;
         for (uint32_t k = 0; k < 16; k++)
             sum += A[i >> 1 & 1][k] * emu_viewed(b, k, col % 64, col / 64 * panel);
@@ -93,10 +111,11 @@ template <int N> static inline void wg_wait() {}
 template <int N> static inline void wg_pin(float (&)[N]) {}
 static inline void products_see() {}
 
-/* In shared memory: phases gone by, arrivals of a phase, arrivals missing. */
+/* In shared memory: phases gone by, arrivals of a phase, arrivals and bytes missing. */
 struct emu_barrier_state {
-    uint32_t phase;
-    uint16_t arrivals, missing;
+    uint16_t phase;
+    uint8_t arrivals, missing;
+    int32_t bytes;
 };
 static inline emu_barrier_state *emu_barrier_at(uint32_t barrier)
 {
@@ -104,17 +123,43 @@ static inline emu_barrier_state *emu_barrier_at(uint32_t barrier)
         abort();
     return (emu_barrier_state *)(emu_shared + barrier);
 }
-static inline void barrier_init(uint32_t barrier, uint32_t arrivals)
-{
-    *emu_barrier_at(barrier) = {0, (uint16_t)arrivals, (uint16_t)arrivals};
-}
-static inline void barrier_arrive(uint32_t barrier)
+static inline void emu_barrier_count(uint32_t barrier, uint8_t arrivals, int32_t bytes)
 {
     emu_barrier_state *b = emu_barrier_at(barrier);
-    if (--b->missing == 0) {
+    b->missing -= arrivals;
+    b->bytes += bytes;
+    if (b->missing == 0 && b->bytes == 0) {
         b->missing = b->arrivals;
         b->phase++;
     }
+}
+static inline void barrier_init(uint32_t barrier, uint32_t arrivals)
+{
+    *emu_barrier_at(barrier) = {0, (uint8_t)arrivals, (uint8_t)arrivals, 0};
+}
+static inline void barrier_arrive(uint32_t barrier)
+{
+    emu_barrier_count(barrier, 1, 0);
+}
+static inline void barrier_expect(uint32_t barrier, uint32_t bytes)
+{
+    emu_barrier_count(barrier, 1, (int32_t)bytes);
+}
+static inline void fetch_box(uint32_t target, const krn_cu_tensor_map &map, uint32_t x, uint32_t y,
+                             uint32_t z, uint32_t barrier)
+{
+    const uint64_t *m = map.opaque, rows = m[6] * m[7];
+    if (target % 1024 || target + rows * 128 > EMU_SHARED_BYTES)
+        abort();
+    for (uint64_t r = 0; r < rows; r++)
+        for (uint64_t c = 0; c < 64; c++) {
+            const uint64_t at[] = {x + c, y + r % m[6], z + r / m[6]};
+            uint16_t h = 0;
+            if (at[0] < m[1] && at[1] < m[2] && at[2] < m[3])
+                memcpy(&h, (const uint8_t *)m[0] + at[0] * 2 + at[1] * m[4] + at[2] * m[5], 2);
+            memcpy(emu_shared + target + r * 128 + (((c / 8) ^ (r % 8)) << 4) + c % 8 * 2, &h, 2);
+        }
+    emu_barrier_count(barrier, 0, -(int32_t)(rows * 128));
 }
 static inline bool barrier_passed(uint32_t barrier, uint32_t parity)
 {
@@ -126,14 +171,6 @@ static inline void barrier_wait(uint32_t barrier, uint32_t parity)
         emu_yield();
 }
 
-static inline void turn_wait(uint32_t id, uint32_t threads)
-{
-    emu_turn(id, threads, true);
-}
-static inline void turn_give(uint32_t id, uint32_t threads)
-{
-    emu_turn(id, threads, false);
-}
 static inline void flag_raise(uint32_t *flag)
 {
     __syncwarp();

@@ -136,17 +136,14 @@ def worker(host):
 
 def expertd(host):
     print(f"-- kill -9 of expertd ({host.name})")
-    chat = subprocess.Popen([BUILD / "inferd/inferd", "chat", *DEVICE, *host.where, "--temperature", "0", "-n", "8", "--json",
-                             "--chat-template", "chatml"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    chat = subprocess.Popen([BUILD / "inferd/inferd", "chat", *DEVICE, *host.where, "--temperature", "0", "-n", "8", "--json"],
+                            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def say(text):
         start = time.monotonic()
         chat.stdin.write(text + "\n")
         chat.stdin.flush()
-        line = chat.stdout.readline()
-        if not line:
-            sys.exit("inferd chat ended")
-        j = json.loads(line)
+        j = json.loads(chat.stdout.readline())
         return j, (time.monotonic() - start) * 1e3
 
     words = open(host.prompt(1000)).read().replace("\n", " ")
