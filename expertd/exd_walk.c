@@ -31,6 +31,7 @@ struct exd_walk {
     uint32_t cursor;      /* index order: experts below it are decided */
     uint32_t group;       /* of the layer, being filled */
     uint32_t in_group;    /* entries in it */
+    uint32_t group_limit; /* entries that fill a group of this layer */
     uint64_t entry;       /* number of the next entry */
     uint64_t signalled;   /* groups */
     /* Per slot: 1 + group of the last entry that was given the slot in this
@@ -128,7 +129,7 @@ static uint64_t first_group(const struct exd_walk *w)
 static int fill_group(struct exd_walk *w)
 {
     w->entry++;
-    if (++w->in_group < w->config.group_entries + (EXD_MUTANT(SIM_MUTANT_GROUP_TOO_LARGE) ? 1 : 0))
+    if (++w->in_group < w->group_limit + (EXD_MUTANT(SIM_MUTANT_GROUP_TOO_LARGE) ? 1 : 0))
         return 0;
     w->in_group = 0;
     w->group++;
@@ -153,6 +154,7 @@ static void open_layer(struct exd_walk *w)
     w->cursor = 0;
     w->group = 0;
     w->in_group = 0;
+    w->group_limit = w->config.group_entries;
     w->layer_open = true;
 }
 
@@ -308,6 +310,21 @@ static void drop_unrouted(struct exd_walk *w, const struct shm_mask *routed)
             drop(w, word * 64 + (uint32_t)__builtin_ctzll(bits));
 }
 
+/* On demand a layer's copies are all known before the first one and nothing overlaps them but the layer's own
+ * computing: its groups are made about equally small, so that the last one does not keep the next layer
+ * waiting. A few entries stay together: each signal costs the link a little. */
+static void share_groups(struct exd_walk *w)
+{
+    uint32_t n = shm_mask_count(&w->todo, w->config.experts);
+    uint32_t share = (n + w->config.groups_per_layer - 1) / w->config.groups_per_layer;
+    if (n <= 2 * EXD_WALK_SHARE_MIN)
+        share = n;
+    else if (share < EXD_WALK_SHARE_MIN)
+        share = EXD_WALK_SHARE_MIN;
+    if (share && share < w->group_limit)
+        w->group_limit = share;
+}
+
 /* Routed by expected use: which expert comes next is decided once a slot and
  * room on the link are there, with the newest knowledge. */
 static enum exd_step step_expected(struct exd_walk *w)
@@ -317,6 +334,8 @@ static enum exd_step step_expected(struct exd_walk *w)
         routed = NULL;
     if (routed)
         drop_unrouted(w, routed);
+    if (routed && w->config.policy == SHM_POLICY_DEMAND && !w->group && !w->in_group)
+        share_groups(w);
     if (todo_empty(w))
         return close_layer(w);
     if (!routed && w->config.policy == SHM_POLICY_DEMAND && !EXD_MUTANT(SIM_MUTANT_DEMAND_BLIND))

@@ -94,6 +94,8 @@ struct exd_walk_config {
 /* Most copies outstanding when a certain one is issued, or depth if that is more: two batches of a link, so
  * that one is under way while the next is made up. Not the whole ring: a cancelled stream waits for them. */
 #define EXD_WALK_CERTAIN_MAX 32u
+/* Fewest entries of a group on demand, where the layer has more than twice as many. */
+#define EXD_WALK_SHARE_MIN 4u
 
 struct exd_walk_counts {
     uint64_t entries, issued, dropped, signals;
