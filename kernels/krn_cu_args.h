@@ -9,16 +9,17 @@
 
 #include <stdint.h>
 
-#define KRN_CU_TILE_N      128u  /* weight rows of a tile */
-#define KRN_CU_TILE_K      64u   /* weights of a row a step */
-#define KRN_CU_GROUP_SLOTS 1024u /* slots that one block of the grouping kernels sorts */
-#define KRN_CU_SPLIT_KEYS  256u  /* keys of one part of decode attention */
-#define KRN_CU_SPLIT_HEADS 16u   /* query heads that share its loads */
-#define KRN_CU_JOIN_FEW    8u    /* parts that are joined by a block that ran one of them */
-#define KRN_CU_COUNTERS    1024u /* of blocks that are through, in decode attention */
-#define KRN_CU_KEY_BLOCK   64u   /* keys of a step of prompt attention, at absolute multiples */
-#define KRN_CU_QUERY_BLOCK 128u
-#define KRN_CU_SM90_KEYS   128u /* on Hopper */
+#define KRN_CU_TILE_N       128u  /* weight rows of a tile */
+#define KRN_CU_TILE_K       64u   /* weights of a row a step */
+#define KRN_CU_GROUP_SLOTS  1024u /* slots that one block of the grouping kernels sorts */
+#define KRN_CU_SPLIT_KEYS   256u  /* keys of one part of decode attention, or twice as many, ... */
+#define KRN_CU_SPLIT_BLOCKS 132u  /* ... while there would be more parts of all KV heads than this */
+#define KRN_CU_SPLIT_HEADS  16u   /* query heads that share its loads */
+#define KRN_CU_JOIN_FEW     16u   /* parts that are joined by a block that ran one of them */
+#define KRN_CU_COUNTERS     1024u /* of blocks that are through, in decode attention */
+#define KRN_CU_KEY_BLOCK    64u   /* keys of a step of prompt attention, at absolute multiples */
+#define KRN_CU_QUERY_BLOCK  128u
+#define KRN_CU_SM90_KEYS    128u /* on Hopper */
 #define KRN_CU_SUMS_BYTES                                                                                    \
     104576u /* unfinished sums of a block of Hopper's prompt attention: 128 + 384 * 68 * 4 */
 
@@ -29,6 +30,7 @@
  * router; bytes that a row of so many takes in a warp's stage, what lies before and behind it included; the
  * same of an expert's rows in down, apart so that eight experts do not meet in a bank. */
 #define KRN_CU_GEMV_THREADS    256u
+#define KRN_CU_GEMV_CHUNK      2048u /* weights of a row fetched at a time */
 #define KRN_CU_TOP_K_MAX       64u
 #define KRN_CU_EXPERTS_MAX     1024u
 #define KRN_CU_ROUTER_EACH     4u
@@ -220,7 +222,8 @@ struct krn_cu_decode_args {
     /* projects: q is float, norm and rotation are still to be done, the cache's newest row to be written */
     uint64_t k_f32, v_f32, q_weight, k_weight, table;
     float eps;
-    uint32_t projects;
+    uint32_t projects, stages;
+    uint32_t blocks; /* of a part: KV heads times sets of query heads */
 };
 
 #endif

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Causal attention of generated tokens over an f16 KV cache, k and v
- * [kv_heads][ctx][head_dim]: parts of 256 keys at absolute multiples. A block
- * takes a part of one KV head for up to 16 query heads; each of its warps takes
- * every fourth tile of 16 keys, brings keys and values into its own stages and
+ * [kv_heads][ctx][head_dim]: in parts of 256 keys, of more where that would be
+ * more blocks than a GPU takes at a time. A block takes a part of one KV head
+ * for up to 16 query heads; each of its warps takes every eighth tile of 16 keys, brings keys and values into its own stages and
  * keeps maximum, total and sums for itself; they meet once, in the order of
  * warps. Then parts are joined: a few by the block that ends last, many by a
  * kernel of their own.
@@ -13,12 +13,10 @@
  */
 #include "kernels/krn_cu_common.cuh"
 
-#define THREADS  128
-#define WARPS    4
+#define THREADS  256
+#define WARPS    8
 #define HEADS    ((int)KRN_CU_SPLIT_HEADS)
 #define TILE     16 /* keys */
-#define TILES    ((int)KRN_CU_SPLIT_KEYS / TILE / WARPS) /* of a warp */
-#define STAGES   2
 #define NEGATIVE __int_as_float(0xff800000)
 
 /* Rows of HD f16, pieces swizzled. */
@@ -36,9 +34,24 @@ template <int HD> DEV void fetch_tile(uint32_t target, const uint8_t *source, ui
     }
 }
 
-/* A head's projection, normed and rotated as in krn_dev_qkv, as f16: element d to y + place(d). A warp. */
+/* A head's weights and angles in a warp's registers: lane l has i = l, l + 32, ... and i + HD / 2. */
+template <int HD> struct half_head {
+    float x[HD / 64][2];
+
+    __device__ __forceinline__ void load(const float *p)
+    {
+#pragma unroll
+        for (int j = 0; j < HD / 64; j++) {
+            x[j][0] = p ? p[threadIdx.x % 32 + 32 * j] : 1.0f;
+            x[j][1] = p ? p[HD / 2 + threadIdx.x % 32 + 32 * j] : 1.0f;
+        }
+    }
+};
+
+/* A head's projection, normed and rotated as in krn_dev_qkv: store(d, x) gets it as f16. A warp. */
 template <int HD, class Store>
-DEV void head_of(const float *x, const float *weight, float eps, const float *table, bool rotate, Store store)
+DEV void head_of(const float *x, bool normed, const half_head<HD> &weight, float eps, const half_head<HD> &turn,
+                 bool rotate, Store store)
 {
     constexpr int HALF = HD / 2, N = HALF / 32;
     const uint32_t lane = threadIdx.x % 32;
@@ -51,24 +64,33 @@ DEV void head_of(const float *x, const float *weight, float eps, const float *ta
         sum = __fmaf_rn(v[j][1], v[j][1], sum);
     }
     float r = 1.0f;
-    if (weight)
+    if (normed)
         r = 1.0f / sqrtf(__fadd_rn(warp_sum(sum) / (float)HD, eps));
 #pragma unroll
     for (int j = 0; j < N; j++) {
         const uint32_t i = lane + 32 * j;
         float p = v[j][0], q = v[j][1];
-        if (weight) {
-            p = __fmul_rn(__fmul_rn(p, r), weight[i]);
-            q = __fmul_rn(__fmul_rn(q, r), weight[HALF + i]);
+        if (normed) {
+            p = __fmul_rn(__fmul_rn(p, r), weight.x[j][0]);
+            q = __fmul_rn(__fmul_rn(q, r), weight.x[j][1]);
         }
         if (rotate) {
-            float c = table[i], s = table[HALF + i], old = p;
+            float c = turn.x[j][0], s = turn.x[j][1], old = p;
             p = __fmaf_rn(p, c, -__fmul_rn(q, s));
             q = __fmaf_rn(q, c, __fmul_rn(old, s));
         }
         store(i, to_f16(p));
         store(HALF + i, to_f16(q));
     }
+}
+
+/* Keys of a part, by the token's keys alone: krn_cu_token.c has the same. */
+DEV uint32_t part_keys(uint32_t keys, uint32_t blocks)
+{
+    uint32_t n = KRN_CU_SPLIT_KEYS;
+    while (div_up(keys, n) * blocks > max(KRN_CU_SPLIT_BLOCKS, blocks))
+        n *= 2;
+    return n;
 }
 
 /* Floats of a part: head_dim sums, then maximum (of scaled scores), total and two of padding. */
@@ -87,7 +109,9 @@ DEV uint2 pack4(const float4 &o, float scale)
     return make_uint2(pack_f16(o.x * scale, o.y * scale), pack_f16(o.z * scale, o.w * scale));
 }
 
-/* A few parts, by one block, in ascending order; the kernel below gives the same for so few. */
+/* A few parts by one block, in the order of the kernel below: sets p, p + 8, then the sets. */
+#define JOIN_SETS 8
+
 template <int HD>
 DEV void join_few(const krn_cu_decode_args &a, uint32_t token, uint32_t head0, uint32_t n_heads, uint32_t parts)
 {
@@ -105,13 +129,19 @@ DEV void join_few(const krn_cu_decode_args &a, uint32_t token, uint32_t head0, u
                 top = fmaxf(top, end[p].x);
             }
 #pragma unroll
-        for (int p = 0; p < (int)KRN_CU_JOIN_FEW; p++)
-            if (p < (int)parts) {
-                const float s = exp2_fast(end[p].x - top);
-                o = make_float4(__fadd_rn(o.x, __fmul_rn(x[p].x, s)), __fadd_rn(o.y, __fmul_rn(x[p].y, s)),
-                                __fadd_rn(o.z, __fmul_rn(x[p].z, s)), __fadd_rn(o.w, __fmul_rn(x[p].w, s)));
-                total = __fadd_rn(total, __fmul_rn(end[p].y, s));
-            }
+        for (int set = 0; set < JOIN_SETS; set++) {
+            float4 sum = make_float4(0, 0, 0, 0);
+            float t = 0.0f;
+#pragma unroll
+            for (int p = set; p < (int)KRN_CU_JOIN_FEW; p += JOIN_SETS)
+                if (p < (int)parts) {
+                    const float s = exp2_fast(end[p].x - top);
+                    add_scaled(sum, x[p], s);
+                    t = __fmaf_rn(end[p].y, s, t);
+                }
+            add_scaled(o, sum, 1.0f);
+            total = __fadd_rn(total, t);
+        }
         at<uint2>(a.y)[((uint64_t)token * a.heads + head) * (HD / 4) + quad] = pack4(o, 1.0f / total);
     }
 }
@@ -126,7 +156,7 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
     __shared__ uint32_t last;
     const uint32_t group = a.heads / a.kv_heads, sets = div_up(group, HEADS);
     const uint32_t part = blockIdx.x, kv_head = blockIdx.y / sets, set = blockIdx.y % sets, token = blockIdx.z;
-    const uint32_t key0 = part * KRN_CU_SPLIT_KEYS, keys_all = a.position + token + 1;
+    const uint32_t keys_all = a.position + token + 1, keys = part_keys(keys_all, gridDim.y), key0 = part * keys;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (key0 >= keys_all) {
         grid_turn();
@@ -136,25 +166,33 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
     const uint32_t n_heads = group - set * HEADS < HEADS ? group - set * HEADS : HEADS;
     const bool projects = a.projects;
     const uint32_t cached = projects ? keys_all - 1 : keys_all; /* rows that are in the cache */
-    const uint32_t sq = shared_address(smem), stages = sq + HEADS * HD * 2 + warp * STAGES * 2 * TILE_BYTES;
+    const uint32_t tiles = keys / (TILE * WARPS); /* of a warp */
+    const uint32_t sq = shared_address(smem), stages = sq + HEADS * HD * 2 + warp * a.stages * 2 * TILE_BYTES;
+    auto stage_of = [&](uint32_t i) { return stages + (a.stages == 2 ? i % 2 : 0) * 2 * TILE_BYTES; };
     const uint8_t *k = at<uint8_t>(a.k) + ((uint64_t)kv_head * a.ctx + key0) * HD * 2;
     const uint8_t *v = at<uint8_t>(a.v) + ((uint64_t)kv_head * a.ctx + key0) * HD * 2;
 
     auto fetch = [&](uint32_t i) { /* the warp's i-th tile */
-        const uint32_t row = (i * WARPS + warp) * TILE, stage = stages + i % STAGES * 2 * TILE_BYTES;
-        if (i < TILES && key0 + row < keys_all) {
+        const uint32_t row = (i * WARPS + warp) * TILE, stage = stage_of(i);
+        if (i < tiles && key0 + row < keys_all) {
             const uint32_t valid = key0 + row < cached ? min(cached - key0 - row, (uint32_t)TILE) : 0;
             fetch_tile<HD>(stage, k + (uint64_t)row * HD * 2, valid);
             fetch_tile<HD>(stage + TILE_BYTES, v + (uint64_t)row * HD * 2, valid);
         }
         copy_commit();
     };
+    half_head<HD> q_weight, k_weight, turn;
+    if (projects) {
+        q_weight.load(at<float>(a.q_weight));
+        k_weight.load(at<float>(a.k_weight));
+        turn.load(at<float>(a.table));
+    }
     if (projects) /* what the cache has is older than the kernels before this one */
-        for (uint32_t i = 0; i < STAGES; i++)
+        for (uint32_t i = 0; i < a.stages; i++)
             fetch(i);
     grid_turn();
     if (!projects)
-        for (uint32_t i = 0; i < STAGES; i++)
+        for (uint32_t i = 0; i < a.stages; i++)
             fetch(i);
 
     uint8_t *queries = smem;
@@ -162,18 +200,17 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         return (uint16_t *)(queries + row_piece<HD>(h, d / 8) + d % 8 * 2);
     };
     if (projects) {
-        const float *table = at<float>(a.table);
         const uint64_t cell = (uint64_t)kv_head * a.ctx + a.position;
-        const bool writes = set == 0 && key0 + KRN_CU_SPLIT_KEYS > a.position;
+        const bool writes = set == 0 && key0 + keys > a.position;
         for (uint32_t job = warp; job < n_heads + 2; job += WARPS) {
             if (job < n_heads) {
-                head_of<HD>(at<float>(a.q) + (head0 + job) * HD, at<float>(a.q_weight), a.eps, table, true,
+                head_of<HD>(at<float>(a.q) + (head0 + job) * HD, a.q_weight, q_weight, a.eps, turn, true,
                             [&](uint32_t d, uint16_t x) { *query(job, d) = x; });
-            } else if (key0 + KRN_CU_SPLIT_KEYS > a.position) {
+            } else if (key0 + keys > a.position) {
                 const uint32_t which = job - n_heads;
                 uint16_t *cache = at<uint16_t>(which ? a.v : a.k) + cell * HD;
                 head_of<HD>(at<float>(which ? a.v_f32 : a.k_f32) + kv_head * HD,
-                            which ? nullptr : at<float>(a.k_weight), a.eps, table, !which,
+                            !which && a.k_weight, k_weight, a.eps, turn, !which,
                             [&](uint32_t d, uint16_t x) {
                                 newest[which][d] = x;
                                 if (writes)
@@ -202,12 +239,15 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         for (int i = 0; i < 4; i++)
             o[n][i] = 0.0f;
 
-    for (uint32_t i = 0; i < TILES; i++) {
+    for (uint32_t i = 0; i < tiles; i++) {
         const uint32_t row = (i * WARPS + warp) * TILE;
-        copy_wait<STAGES - 1>();
+        if (a.stages == 2)
+            copy_wait<1>();
+        else
+            copy_wait<0>();
         __syncwarp();
         if (key0 + row < keys_all) {
-            const uint32_t tk = stages + i % STAGES * 2 * TILE_BYTES, tv = tk + TILE_BYTES;
+            const uint32_t tk = stage_of(i), tv = tk + TILE_BYTES;
             if (projects && a.position - key0 - row < TILE) {
                 const uint32_t r = a.position - key0 - row, which = lane / 16;
                 if (lane % 16 < ND)
@@ -265,7 +305,7 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
             }
         }
         __syncwarp();
-        fetch(i + STAGES);
+        fetch(i + a.stages);
     }
     copy_wait<0>();
 
@@ -312,7 +352,7 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         if (quad == 0)
             *(float2 *)(out + HD) = make_float2(top, total);
     }
-    const uint32_t parts = div_up(keys_all, KRN_CU_SPLIT_KEYS);
+    const uint32_t parts = div_up(keys_all, keys);
     if (only || !a.counters)
         return;
     __syncthreads();
@@ -329,18 +369,17 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         join_few<HD>(a, token, head0, n_heads, parts);
 }
 
-KERNEL(__launch_bounds__(THREADS, 3), decode_part_128, krn_cu_decode_args)
+KERNEL(__launch_bounds__(THREADS, 1), decode_part_128, krn_cu_decode_args)
 {
     decode_part<128>(a);
 }
-KERNEL(__launch_bounds__(THREADS, 3), decode_part_64, krn_cu_decode_args)
+KERNEL(__launch_bounds__(THREADS, 1), decode_part_64, krn_cu_decode_args)
 {
     decode_part<64>(a);
 }
 
 /* Many parts: a block a (head, token); eight sets of threads take parts p, p + 8, ..., and meet in order. */
 #define JOIN_THREADS 256
-#define JOIN_SETS    8u
 
 template <int HD> DEV void decode_join(const krn_cu_decode_args &a)
 {
@@ -348,7 +387,7 @@ template <int HD> DEV void decode_join(const krn_cu_decode_args &a)
     __shared__ float4 sums[JOIN_SETS][HD / 4];
     __shared__ float wide[JOIN_THREADS / 32], totals[JOIN_SETS];
     const uint32_t head = blockIdx.x, token = blockIdx.y, tid = threadIdx.x;
-    const uint32_t parts = div_up(a.position + token + 1, KRN_CU_SPLIT_KEYS);
+    const uint32_t keys = a.position + token + 1, parts = div_up(keys, part_keys(keys, a.blocks));
     const float *row = at<float>(a.part) + part_row<HD>(a, token, head, 0);
     float top = NEGATIVE;
     grid_turn();
@@ -372,7 +411,7 @@ template <int HD> DEV void decode_join(const krn_cu_decode_args &a)
     float total = 0.0f;
     if (quad < HD / 4) {
 #pragma unroll 8
-        for (uint32_t p = set; p < parts; p += JOIN_SETS) {
+        for (uint32_t p = set; p < parts; p += (uint32_t)JOIN_SETS) {
             const float *x = row + (uint64_t)p * (HD + 4);
             add_scaled(o, load_fresh((const float4 *)x + quad), scale[p]);
             total = __fmaf_rn(load_fresh(x + HD + 1), scale[p], total);
@@ -386,7 +425,7 @@ template <int HD> DEV void decode_join(const krn_cu_decode_args &a)
         return;
     o = make_float4(0, 0, 0, 0);
     total = 0.0f;
-    for (uint32_t i = 0; i < JOIN_SETS; i++) {
+    for (int i = 0; i < JOIN_SETS; i++) {
         add_scaled(o, sums[i][quad], 1.0f);
         total = __fadd_rn(total, totals[i]);
     }

@@ -15,14 +15,14 @@
 
 #define WARPS (GEMV_THREADS / 32)
 #define ROWS  4
-#define CHUNK 2048u /* weights of a row in a stage */
+#define CHUNK KRN_CU_GEMV_CHUNK /* weights of a row in a stage */
 
 DEV uint32_t lane_id()
 {
     return threadIdx.x % 32;
 }
 
-/* Bytes of a row in a stage, with what may lie before and behind it; krn_cu.c has the same. */
+/* Bytes of a row in a stage, with what may lie before and behind it; krn_cu_token.c has the same. */
 DEV uint32_t row_slot(uint32_t type, uint32_t cols)
 {
     return is_float(type) ? 0 : KRN_CU_ROW_SLOT(weight_bytes(type, cols < CHUNK ? cols : CHUNK));
@@ -146,10 +146,11 @@ DEV void next_place(place &p, uint32_t chunks)
     }
 }
 
-/* rows(item) says where an item's rows are; vector() brings the vector, with barriers; store(item, row, sum)
- * takes the result of row 0..3 of an item, four lanes of a warp at a time, all lanes calling. */
+/* rows(item) says where an item's rows are; vector(bring) brings the vector, with barriers, and calls bring(),
+ * which sends for the first stages, as soon as rows() knows them; store(item, row, sum) takes the result of row
+ * 0..3 of an item, four lanes of a warp at a time, all lanes calling. */
 template <class Rows, class Vector, class Store>
-DEV void walk(uint8_t *stages, uint32_t n_stages, uint32_t slot, uint32_t items, const x_view &v, uint32_t cols,
+DEV void walk(uint8_t *stages, uint32_t n_stages, uint32_t slot, const uint32_t &items, const x_view &v, uint32_t cols,
               Rows rows, Vector vector, Store store)
 {
     const uint32_t chunks = slot ? div_up(cols, CHUNK) : 1, stage_bytes = ROWS * slot;
@@ -164,9 +165,10 @@ DEV void walk(uint8_t *stages, uint32_t n_stages, uint32_t slot, uint32_t items,
         next_place(ahead, chunks);
         next = next + 1 == n_stages ? 0 : next + 1;
     };
-    for (uint32_t i = 0; i < n_stages; i++)
-        bring();
-    vector();
+    vector([&] {
+        for (uint32_t i = 0; i < n_stages; i++)
+            bring();
+    });
     uint32_t stage = 0;
     float sum[ROWS] = {0, 0, 0, 0};
     while (at.item < items) {
@@ -225,9 +227,11 @@ KERNEL(__launch_bounds__(GEMV_THREADS, 2), gemv, krn_cu_gemv_args)
             q.row[r] = at<uint8_t>(m.data) + (uint64_t)(row + r < m.rows ? row + r : m.rows - 1) * m.row_bytes;
         return q;
     };
-    auto vector = [&] {
+    auto vector = [&](auto bring) {
+        bring();
         if (a.x.norm) {
-            x_load_norm(shared, a.x, at<float>(a.x.x) + (uint64_t)token * cols, [] { grid_turn(); });
+            x_load_norm(
+                shared, a.x, at<float>(a.x.x) + (uint64_t)token * cols, [] { grid_turn(); }, [] {});
         } else {
             grid_turn();
             x_load_f16(shared, a.x, at<uint16_t>(a.x.x) + (uint64_t)token * cols, 1);
@@ -273,27 +277,30 @@ KERNEL(__launch_bounds__(GEMV_THREADS, 2), gate_up_gemv, krn_cu_expert_gemv_args
         if (lane_id() % 8 == 0 && r < 2 && row < width && blobs[which])
             at<uint16_t>(a.y)[((uint64_t)token * a.top_k + which) * width + row] = to_f16(hidden_value(s, up));
     };
-    auto find_blobs = [&] {
-        grid_turn();
-        uint64_t any = 0;
-        for (uint32_t s = threadIdx.x; s < a.top_k; s += GEMV_THREADS)
-            blobs[s] = load_fresh(at<uint64_t>(a.blobs) + (uint64_t)token * a.top_k + s);
-        __syncthreads();
-        for (uint32_t s = 0; s < a.top_k; s++)
-            any |= blobs[s];
-        return any != 0;
-    };
-    if (!find_blobs())
-        return;
-    auto vector = [&] {
-        if (a.x.norm)
-            x_load_norm(shared, a.x, at<float>(a.x.x) + (uint64_t)token * cols, [] {});
-        else {
+    uint32_t items = each * a.top_k;
+    auto vector = [&](auto bring) {
+        auto begin = [&] { /* where the experts are, and the first of their rows */
+            for (uint32_t s = threadIdx.x; s < a.top_k; s += GEMV_THREADS)
+                blobs[s] = load_fresh(at<uint64_t>(a.blobs) + (uint64_t)token * a.top_k + s);
+            __syncthreads();
+            uint64_t any = 0;
+            for (uint32_t s = 0; s < a.top_k; s++)
+                any |= blobs[s];
+            if (!any)
+                items = 0;
+            bring();
+        };
+        if (a.x.norm) {
+            x_load_norm(
+                shared, a.x, at<float>(a.x.x) + (uint64_t)token * cols, [] { grid_turn(); }, begin);
+        } else {
+            grid_turn();
+            begin();
             x_load_f16(shared, a.x, at<uint16_t>(a.x.x) + (uint64_t)token * cols, 1);
             __syncthreads();
         }
     };
-    walk(shared + a.x.stride, a.stages, slot, each * a.top_k, v, cols, rows, vector, store);
+    walk(shared + a.x.stride, a.stages, slot, items, v, cols, rows, vector, store);
 }
 
 /* ---- down: four lanes a row, eight experts a warp ---- */

@@ -8,7 +8,7 @@
 #define MODULES    3
 #define GEMV_WARPS (KRN_CU_GEMV_THREADS / 32)
 #define GEMV_ROWS  4u    /* of an item */
-#define GEMV_CHUNK 2048u /* weights of a row in a stage */
+#define DOWN_WIDE  1024u /* columns beyond which down takes a row at a time */
 
 /* X(kernel, module) */
 #define KERNELS(X)                                                                                           \
@@ -177,7 +177,7 @@ static uint32_t chunk_bytes(const struct krn_cu_matrix *m)
     const struct krn_type *type = krn_type_find(m->type);
     uint64_t bytes = 0;
     if (type && !is_float(m->type))
-        krn_row_bytes(type, m->cols < GEMV_CHUNK ? m->cols : GEMV_CHUNK, &bytes);
+        krn_row_bytes(type, m->cols < KRN_CU_GEMV_CHUNK ? m->cols : KRN_CU_GEMV_CHUNK, &bytes);
     return (uint32_t)bytes;
 }
 
@@ -315,7 +315,7 @@ int krn_cu_token_experts(struct krn_cu_token *t, void *stream, const struct krn_
         return -EINVAL;
 
     /* Down: two rows of eight experts a warp, one where they are long. */
-    const bool wide = s->down.cols > GEMV_CHUNK / 2;
+    const bool wide = s->down.cols > DOWN_WIDE;
     const uint32_t segment =
         is_float(s->down.type) ? 0 : KRN_CU_SEGMENT((wide ? 1 : 2) * chunk_bytes(&s->down));
     uint32_t items = s->down.rows / (wide ? 1 : 2), down_blocks = sms < items ? sms : items;
@@ -345,6 +345,15 @@ uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t hea
     return (uint64_t)div_up(ctx, KRN_CU_SPLIT_KEYS) * tokens * heads * (head_dim + 4) * sizeof(float);
 }
 
+/* Parts of so many keys (krn_cu_decode.cu). */
+static uint32_t parts_of(uint64_t keys, uint32_t blocks)
+{
+    uint32_t n = KRN_CU_SPLIT_KEYS, most = blocks > KRN_CU_SPLIT_BLOCKS ? blocks : KRN_CU_SPLIT_BLOCKS;
+    while ((uint64_t)div_up(keys, n) * blocks > most)
+        n *= 2;
+    return div_up(keys, n);
+}
+
 static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *kv,
                   struct krn_cu_decode_args *a)
 {
@@ -353,18 +362,23 @@ static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *
     a->kv_heads = kv->kv_heads;
     a->head_dim = kv->head_dim;
     a->ctx = kv->ctx;
-    a->parts = div_up((uint64_t)a->position + a->tokens, KRN_CU_SPLIT_KEYS);
     a->scale_log2 = krn_cu_score_scale(kv->head_dim);
+    a->blocks = kv->kv_heads * div_up(a->heads / kv->kv_heads, KRN_CU_SPLIT_HEADS);
     if (kv->head_dim != 64 && kv->head_dim != 128)
         return -EINVAL;
+    for (uint32_t i = 1; i <= a->tokens; i++) {
+        const uint32_t parts = parts_of((uint64_t)a->position + i, a->blocks);
+        a->parts = parts > a->parts ? parts : a->parts;
+    }
     const bool wide = kv->head_dim == 128;
-    uint32_t sets = div_up(a->heads / kv->kv_heads, KRN_CU_SPLIT_HEADS);
-    if (a->parts <= KRN_CU_JOIN_FEW && a->tokens * kv->kv_heads * sets <= KRN_CU_COUNTERS)
+    if (a->parts <= KRN_CU_JOIN_FEW && a->tokens * a->blocks <= KRN_CU_COUNTERS)
         a->counters = t->counters;
-    /* queries, and of each of four warps two stages of 16 keys and values */
-    uint32_t shared = (KRN_CU_SPLIT_HEADS + 4 * 2 * 2 * 16) * kv->head_dim * 2;
+    /* queries, and of each of eight warps stages of 16 keys and values */
+    const uint32_t queries = KRN_CU_SPLIT_HEADS * kv->head_dim * 2, stage = 8 * 2 * 16 * kv->head_dim * 2;
+    a->stages = queries + 2 * stage <= shared_of(t->device) ? 2 : 1;
     int rc = launch_early(t, wide ? K_decode_part_128 : K_decode_part_64,
-                          (struct grid){a->parts, kv->kv_heads * sets, a->tokens, 128, shared}, stream, a);
+                          (struct grid){a->parts, a->blocks, a->tokens, 256, queries + a->stages * stage},
+                          stream, a);
     if (rc || a->counters || a->parts == 1)
         return rc;
     return launch_early(t, wide ? K_decode_join_128 : K_decode_join_64,

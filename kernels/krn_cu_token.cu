@@ -72,7 +72,8 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         ahead[i] = lane + 32 * i < half ? w[lane + 32 * i] : make_float4(0, 0, 0, 0);
-    x_load_norm(shared, a.x, at<float>(a.x.x), [] { grid_turn(); });
+    x_load_norm(
+        shared, a.x, at<float>(a.x.x), [] { grid_turn(); }, [] {});
     const x_view v = x_of(shared, a.x);
     float sum = 0.0f;
     auto add = [&](uint32_t k, const float4 &q) {

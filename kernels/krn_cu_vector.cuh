@@ -74,20 +74,37 @@ DEV float4 halves(uint2 w)
     return make_float4(f16_lo(w.x), f16_hi(w.x), f16_lo(w.y), f16_hi(w.y));
 }
 
-/* n vectors of f16, cols apart. */
+/* n vectors of f16, cols apart; so many fetches under way at a time. */
 DEV void x_load_f16(uint8_t *base, const krn_cu_x &x, const uint16_t *source, uint32_t n)
 {
-    const uint32_t padded = div_up(x.cols, 128) * 128;
-    for (uint32_t i = threadIdx.x * 4; i < n * padded; i += GEMV_THREADS * 4) {
-        const uint32_t which = i / padded, k = i % padded;
-        uint2 w = k < x.cols ? load_fresh((const uint2 *)(source + (uint64_t)which * x.cols + k)) : make_uint2(0, 0);
-        x_put(x_of(base + which * x.stride, x), x.forms, k, halves(w));
+    constexpr int BATCH = 8;
+    const uint32_t padded = div_up(x.cols, 128) * 128, end = n * padded;
+    for (uint32_t i0 = threadIdx.x * 4; i0 / 128 * 128 < end; i0 += GEMV_THREADS * 4 * BATCH) {
+        uint2 w[BATCH];
+        uint32_t which = i0 / padded, k = i0 % padded;
+        const uint32_t which0 = which, k0 = k;
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            w[j] = which < n && k < x.cols ? load_fresh((const uint2 *)(source + (uint64_t)which * x.cols + k))
+                                           : make_uint2(0, 0);
+            for (k += GEMV_THREADS * 4; k >= padded; k -= padded)
+                which++;
+        }
+        which = which0, k = k0;
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            if (which < n) /* a warp's 128 values are of one vector */
+                x_put(x_of(base + which * x.stride, x), x.forms, k, halves(w[j]));
+            for (k += GEMV_THREADS * 4; k >= padded; k -= padded)
+                which++;
+        }
     }
 }
 
 /* A float vector, normed on the way. Barriers inside. Weights are fetched before `begin`, which waits for
- * whoever writes the vector. */
-template <class Begin> DEV void x_load_norm(uint8_t *base, const krn_cu_x &x, const float *source, Begin begin)
+ * whoever writes the vector; `meanwhile` runs while the vector is on its way. */
+template <class Begin, class Meanwhile>
+DEV void x_load_norm(uint8_t *base, const krn_cu_x &x, const float *source, Begin begin, Meanwhile meanwhile)
 {
     __shared__ float part[GEMV_THREADS / 32];
     const float4 *from = (const float4 *)source, *weight = at<float4>(x.norm);
@@ -106,6 +123,7 @@ template <class Begin> DEV void x_load_norm(uint8_t *base, const krn_cu_x &x, co
         uint32_t k = threadIdx.x + i * GEMV_THREADS;
         f[i] = k < quads ? load_fresh(from + k) : make_float4(0, 0, 0, 0);
     }
+    meanwhile();
     auto square = [&](const float4 &q) {
         sum = __fmaf_rn(q.x, q.x, sum);
         sum = __fmaf_rn(q.y, q.y, sum);
@@ -147,7 +165,7 @@ template <class Begin> DEV void x_load_norm(uint8_t *base, const krn_cu_x &x, co
 struct x_unit {
     uint32_t hi[16], lo[16];
     int sum[4];
-    float scale[2];
+    float scale[2], least[2]; /* least: scale times the sum, for minima */
 };
 
 /* Q6_K's bytes hold weights k and k + 64: its units are paired the same way. */
@@ -165,6 +183,7 @@ template <uint32_t TYPE> DEV void x_get(const x_view &v, uint32_t unit, x_unit &
         x.sum[2 * b] = s.x;
         x.sum[2 * b + 1] = s.y;
         x.scale[b] = *(const float *)(v.base + v.units * 144 + u * 8 + block * 4);
+        x.least[b] = __fmul_rn(x.scale[b], (float)(s.x + s.y));
     }
 }
 
@@ -178,12 +197,18 @@ DEV int dot16(const x_unit &x, int at, uint32_t w0, uint32_t w1, uint32_t w2, ui
     return h * 256 + l;
 }
 
-/* Sums of a unit of K-quants: scales are those of its blocks. */
-DEV float k_sum(const x_unit &x, const float (&scale)[2], const float (&min)[2], int a, int b)
+/* A unit of K-quants: whole numbers a and b of its blocks scales and minima from the head. d1: scale of the second. */
+DEV float k_sum(const x_unit &x, uint4 head, uint32_t j, float d1, int a, int b)
 {
-    float s = __fmul_rn(x.scale[0], __fmaf_rn(scale[0], (float)a, -__fmul_rn(min[0], (float)(x.sum[0] + x.sum[1]))));
-    return __fmaf_rn(x.scale[1],
-                     __fmaf_rn(scale[1], (float)b, -__fmul_rn(min[1], (float)(x.sum[2] + x.sum[3]))), s);
+    const bool low = j < 2;
+    const uint32_t shift = 16 * (j & 1), y = head.y >> shift, z = head.z >> shift, w = head.w >> shift;
+    const uint32_t s = ((low ? y : w) & (low ? 0x3f3fu : 0x0f0fu)) | (y >> 2 & (low ? 0u : 0x3030u));
+    const uint32_t m = ((low ? z : w >> 4) & (low ? 0x3f3fu : 0x0f0fu)) | (z >> 2 & (low ? 0u : 0x3030u));
+    const float p = __fmul_rn(x.scale[0], (float)a), q = __fmul_rn(d1, (float)b);
+    const float scaled = __fmaf_rn((float)(s & 0xff), p, __fmul_rn((float)(s >> 8 & 0xff), q));
+    const float least = __fmaf_rn((float)(m & 0xff), x.least[0], __fmul_rn((float)(m >> 8 & 0xff), x.least[1]));
+    return __fmaf_rn(half_float((uint16_t)head.x), scaled,
+                     -__fmul_rn(half_float((uint16_t)(head.x >> 16)), least));
 }
 
 /* Unit u of a row that begins at p in shared memory: a multiple of 16 for Q4_K and Q5_K, of 2 for the others.
@@ -194,9 +219,7 @@ template <uint32_t TYPE> DEV float unit_dot(const uint8_t *p, uint32_t u, bool s
         constexpr uint32_t BYTES = TYPE == KRN_Q4_K ? 144 : 176;
         const uint8_t *sb = p + u / 4 * BYTES;
         const uint32_t j = u % 4;
-        float scale[2], min[2];
         uint32_t w[8];
-        k_scales(*(const uint4 *)sb, j, scale, min);
         *(uint4 *)&w[0] = *(const uint4 *)(sb + (BYTES - 128) + 32 * j);
         *(uint4 *)&w[4] = *(const uint4 *)(sb + (BYTES - 112) + 32 * j);
         uint32_t low[8], high[8];
@@ -204,7 +227,7 @@ template <uint32_t TYPE> DEV float unit_dot(const uint8_t *p, uint32_t u, bool s
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 low[i] = w[i] & 0x0f0f0f0fu;
-                high[i] = w[i] >> 4 & 0x0f0f0f0fu;
+                high[i] = w[i] & 0xf0f0f0f0u; /* sixteen times too large, and the scale a sixteenth */
             }
         } else {
             uint32_t h[8];
@@ -217,9 +240,9 @@ template <uint32_t TYPE> DEV float unit_dot(const uint8_t *p, uint32_t u, bool s
                 high[i] = (w[i] >> 4 & 0x0f0f0f0fu) | (h[i] & 0x02020202u) << 3;
             }
         }
-        int a = dot16(x, 0, low[0], low[1], low[2], low[3]) + dot16(x, 4, low[4], low[5], low[6], low[7]);
-        int b = dot16(x, 8, high[0], high[1], high[2], high[3]) + dot16(x, 12, high[4], high[5], high[6], high[7]);
-        return k_sum(x, scale, min, a, b);
+        const int a = dot16(x, 0, low[0], low[1], low[2], low[3]) + dot16(x, 4, low[4], low[5], low[6], low[7]);
+        const int b = dot16(x, 8, high[0], high[1], high[2], high[3]) + dot16(x, 12, high[4], high[5], high[6], high[7]);
+        return k_sum(x, *(const uint4 *)sb, j, TYPE == KRN_Q4_K ? x.scale[1] * 0.0625f : x.scale[1], a, b);
     } else if constexpr (TYPE == KRN_Q6_K) {
         const uint8_t *sb = p + u / 4 * 210;
         const uint32_t half = u >> 1 & 1, n = u & 1;
@@ -274,9 +297,10 @@ template <uint32_t TYPE> DEV float unit_dot(const uint8_t *p, uint32_t u, bool s
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     n[i] = q[b][i] & 0x0f0f0f0fu;
-                    n[4 + i] = q[b][i] >> 4 & 0x0f0f0f0fu;
+                    n[4 + i] = q[b][i] & 0xf0f0f0f0u;
                 }
-                s = dot16(x, 8 * b, n[0], n[1], n[2], n[3]) + dot16(x, 8 * b + 4, n[4], n[5], n[6], n[7]) -
+                s = dot16(x, 8 * b, n[0], n[1], n[2], n[3]) +
+                    (dot16(x, 8 * b + 4, n[4], n[5], n[6], n[7]) >> 4) - /* a multiple of 16 */
                     8 * (x.sum[2 * b] + x.sum[2 * b + 1]);
             } else {
                 int h = 0, l = 0;
