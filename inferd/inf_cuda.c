@@ -10,12 +10,15 @@
 #include <sys/prctl.h>
 #include <time.h>
 
-#define BLOCK       (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
-#define PAGE        UINT64_C(4096)
-#define BUSY_NS     UINT64_C(50000000)
-#define APART_TRIES 8
-#define APART_NS    UINT64_C(50000000)
-#define PEAK_BYTES  (UINT64_C(1) << 30)
+#define BLOCK               (UINT64_C(2) << 20) /* allocations that are shared are whole blocks of the driver */
+#define PAGE                UINT64_C(4096)
+#define BUSY_NS             UINT64_C(50000000)
+#define APART_TRIES         8
+#define APART_NS            UINT64_C(50000000)
+#define RESIDENT_THREADS    12u
+#define RESIDENT_SLOTS      3u
+#define RESIDENT_SLOT_BYTES (UINT64_C(2) << 20)
+#define PEAK_BYTES          (UINT64_C(1) << 30)
 
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
 {
@@ -26,9 +29,17 @@ int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err)
     return krn_cuda_explain(rc, "the GPU failed in a pass: start inferd anew", err);
 }
 
-int inf_cuda_upload(struct inf_cuda *c, uint64_t slot_bytes, struct shm_error *err)
+/* Residents are many: more threads and larger slots bring them faster, and take longer to make (40 ms, not
+ * 10). */
+int inf_cuda_upload(struct inf_cuda *c, bool residents, struct shm_error *err)
 {
-    const struct krn_upload_config config = {.device = c->gpu, .slot_bytes = slot_bytes};
+    struct krn_upload_config config = {.device = c->gpu};
+    if (residents) {
+        unsigned cpus = krn_upload_cpus();
+        config.threads = cpus < RESIDENT_THREADS ? cpus : RESIDENT_THREADS;
+        config.slots = RESIDENT_SLOTS;
+        config.slot_bytes = RESIDENT_SLOT_BYTES;
+    }
     return c->upload ? 0 : krn_upload_open(&config, &c->upload, err);
 }
 
@@ -164,9 +175,6 @@ static void cuda_ring_close(struct inf_device *d, struct inf_ring *ring)
 
 /* ---- residents ---- */
 
-/* Larger slots are faster, and take longer to make: dense weights alone are brought by small ones. */
-#define RESIDENT_SLOT (UINT64_C(4) << 20)
-
 static int cuda_resident_open(struct inf_device *d, uint64_t bytes, uint8_t **ret_address,
                               struct shm_error *err)
 {
@@ -189,7 +197,7 @@ static int cuda_resident_put(struct inf_device *d, uint8_t *address, const void 
                              struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = inf_cuda_upload(c, RESIDENT_SLOT, err);
+    int rc = inf_cuda_upload(c, true, err);
     if (rc)
         return rc;
     rc = krn_upload_put(c->upload, (krn_cuda_ptr)(uintptr_t)address, blob, bytes);

@@ -104,7 +104,7 @@ static inline krn_cuda_ptr inf_cuda_control(const struct inf_cuda *c, const void
 }
 
 /* What brings residents and dense weights: opened by the first of them, closed when all are planned. */
-int inf_cuda_upload(struct inf_cuda *c, uint64_t slot_bytes, struct shm_error *err);
+int inf_cuda_upload(struct inf_cuda *c, bool residents, struct shm_error *err);
 
 /* A driver's failure in a pass as one line; the device is unusable from then on. */
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err);

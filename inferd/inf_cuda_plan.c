@@ -109,7 +109,7 @@ int inf_cuda_set_model(struct inf_device *d, const struct inf_model *model, stru
         return 0;
     }
     int rc = check_shape(model, err);
-    if (rc || (rc = inf_cuda_upload(c, 0, err)))
+    if (rc || (rc = inf_cuda_upload(c, false, err)))
         return rc;
     c->layer = calloc(model->hparams.layers, sizeof *c->layer);
     if (!c->layer)

@@ -103,7 +103,7 @@ static void *help(void *arg)
     return NULL;
 }
 
-static unsigned cpus(void)
+unsigned krn_upload_cpus(void)
 {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (unsigned)CPU_COUNT(&set) : 1;
@@ -131,7 +131,7 @@ int krn_upload_open(const struct krn_upload_config *config, struct krn_upload **
         u->config.slot_bytes = SLOT_DEFAULT;
     if (!u->config.slots || u->config.slots > KRN_UPLOAD_SLOTS_MAX)
         u->config.slots = SLOTS_DEFAULT;
-    unsigned want = u->config.threads ? u->config.threads : cpus();
+    unsigned want = u->config.threads ? u->config.threads : krn_upload_cpus();
     unsigned most = u->config.threads ? KRN_UPLOAD_THREADS_MAX : THREADS_ENOUGH;
     want = want < 1 ? 1 : want > most ? most : want;
     pthread_mutex_init(&u->lock, NULL);

@@ -26,6 +26,9 @@ struct krn_upload_config {
     unsigned slots;      /* of each thread; 0: the default */
 };
 
+/* CPUs that this process may use. */
+unsigned krn_upload_cpus(void);
+
 struct krn_upload;
 
 /* -ENOMEM, -EAGAIN, or the driver's, with one line. */

@@ -7,7 +7,7 @@
  * the segment, or something a worker would do (post, publish, release,
  * cancel), true or nearly. The walk runs for real over a link that checks what
  * it is asked: copies end inside the ring, come from the arena, are no more
- * than depth at once and no more than one an entry, signals only grow. Segment,
+ * than the walk allows at once and no more than one an entry, signals only grow. Segment,
  * ring and arena are exact allocations, so that a sanitizer sees a step beside.
  *
  * Some inputs run the issuer's thread instead, with a short watchdog: it must
@@ -93,8 +93,8 @@ struct link {
     uint8_t *ring;
     uint64_t ring_bytes;
     uint64_t copies, landed, stream_copies, signalled;
-    uint32_t depth; /* 0: not limited */
-    bool lazy;      /* copies land only when the input says so */
+    uint32_t most; /* copies at once; 0: not limited */
+    bool lazy;     /* copies land only when the input says so */
 };
 
 static struct link *self(struct krn_link *l)
@@ -113,7 +113,7 @@ static int link_copy(struct krn_link *base, uint64_t offset, const void *src, si
     memcpy(l->ring + offset, src, bytes);
     l->copies++;
     MUST(++l->stream_copies <= l->arena->view.units);
-    MUST(!l->depth || l->copies - l->landed <= l->depth);
+    MUST(!l->most || l->copies - l->landed <= l->most);
     if (!l->lazy)
         l->landed = l->copies;
     return 0;
@@ -258,7 +258,8 @@ static bool direct(struct world *w, struct exd_stream *stream, struct input *in)
     }
     MUST(plan.policy == SHM_POLICY_FULL || plan.policy == SHM_POLICY_ROUTED ||
          plan.policy == SHM_POLICY_DEMAND);
-    w->link.depth = plan.policy == SHM_POLICY_FULL ? 0 : plan.depth;
+    const uint32_t most = plan.depth > EXD_WALK_CERTAIN_MAX ? plan.depth : EXD_WALK_CERTAIN_MAX;
+    w->link.most = plan.policy == SHM_POLICY_FULL ? 0 : most;
     uint32_t result = SHM_RESULT_OK, idle = 0;
     for (uint32_t steps = 0;; steps++) {
         MUST(steps < STEPS_MAX);

@@ -136,14 +136,17 @@ def worker(host):
 
 def expertd(host):
     print(f"-- kill -9 of expertd ({host.name})")
-    chat = subprocess.Popen([BUILD / "inferd/inferd", "chat", *DEVICE, *host.where, "--temperature", "0", "-n", "8", "--json"],
-                            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    chat = subprocess.Popen([BUILD / "inferd/inferd", "chat", *DEVICE, *host.where, "--temperature", "0", "-n", "8", "--json",
+                             "--chat-template", "chatml"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def say(text):
         start = time.monotonic()
         chat.stdin.write(text + "\n")
         chat.stdin.flush()
-        j = json.loads(chat.stdout.readline())
+        line = chat.stdout.readline()
+        if not line:
+            sys.exit("inferd chat ended")
+        j = json.loads(line)
         return j, (time.monotonic() - start) * 1e3
 
     words = open(host.prompt(1000)).read().replace("\n", " ")
