@@ -5,6 +5,10 @@
  * larger than the cache. Exit 77 without a driver.
  *
  *     b_cu_kernels [NAME...]      only these: experts tokens dense attention decode token small
+ *
+ * REPEAT=N: the prompt's products and attention run N times more, and every result must be the first one, bit
+ * for bit; exit 1 if one was not. Results over 128 MiB are left out: they would have to come to the host each
+ * time.
  */
 #include <stdbool.h>
 
@@ -51,6 +55,37 @@ static void line(const char *what, double ms, double flop, double bytes)
         printf(" %8.1f GB/s", bytes / ms * 1e-6);
     putchar('\n');
     fflush(stdout);
+}
+
+#define COMPARED_MAX ((size_t)128 << 20)
+
+static unsigned long repeats;
+static bool differed;
+
+/* What run writes to y, again and again. */
+static void repeat(void (*run)(void *), void *ctx, krn_cuda_ptr y, size_t bytes)
+{
+    unsigned long different = 0, first_at = 0;
+    if (!repeats || bytes > COMPARED_MAX)
+        return;
+    run(ctx);
+    uint8_t *want = cu_get(y, bytes);
+    for (unsigned long i = 0; i < repeats; i++) {
+        NEED(KRN_CUDA(memset_8_async, y, 0xff, bytes, stream));
+        run(ctx);
+        uint8_t *got = cu_get(y, bytes);
+        if (memcmp(got, want, bytes) != 0 && different++ == 0)
+            while (got[first_at] == want[first_at])
+                first_at++;
+        free(got);
+    }
+    free(want);
+    printf("  %lu repeats, %lu different", repeats, different);
+    if (different)
+        printf(", the first one from byte %lu of %zu on", first_at, bytes);
+    putchar('\n');
+    fflush(stdout);
+    differed |= different != 0;
 }
 
 static const struct krn_type *type_of(const char *name)
@@ -154,6 +189,8 @@ static void bench_experts(const char *up_name, const char *down_name, uint32_t t
     snprintf(what, sizeof what, "experts %s/%s, %u tokens%s", up_name, down_name, tokens,
              decode ? ", decode" : "");
     line(what, time_ms(run_experts, &b), 6.0 * HIDDEN * WIDTH * (double)slots, n_used * (double)blob);
+    if (!decode)
+        repeat(run_experts, &b, b.run.out, slots * HIDDEN * 4);
     free(ids);
     cu_free_all();
 }
@@ -181,6 +218,7 @@ static void bench_dense(const char *type, uint32_t rows, uint32_t cols, uint32_t
     snprintf(what, sizeof what, "dense %s %u x %u, %u tokens", type, rows, cols, tokens);
     line(what, time_ms(run_dense, &b), 2.0 * rows * cols * tokens,
          tokens <= 64 ? (double)rows * b.m[0].row_bytes : 0);
+    repeat(run_dense, &b, b.y, (size_t)tokens * rows * 4);
     cu_free_all();
 }
 
@@ -220,6 +258,8 @@ static void bench_attention(uint32_t position, uint32_t tokens, uint32_t head_di
              tokens, position);
     line(what, time_ms(decode ? run_decode : run_attention, &b), 4.0 * head_dim * heads * pairs,
          decode ? 4.0 * (double)cache : 0);
+    if (!decode)
+        repeat(run_attention, &b, b.y, n * 2);
     cu_free_all();
 }
 
@@ -505,6 +545,7 @@ int main(int argc, char **argv)
     char text[128];
     krn_cuda_device_describe(device, text, sizeof text);
     printf("%s\n", text);
+    repeats = getenv("REPEAT") ? strtoul(getenv("REPEAT"), NULL, 10) : 0;
     bool all = argc < 2;
 #define WANTED(name) (all || strstr(args, " " name " "))
     char args[256] = " ";
@@ -572,5 +613,5 @@ int main(int argc, char **argv)
     krn_cuda.stream_destroy(stream);
     krn_cu_destroy(&cu);
     krn_cuda_device_close(&device);
-    return 0;
+    return differed;
 }

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 # run.sh [STAGE...]: builds and runs what needs a CUDA device, on a machine with one. Stages, by default all:
 #
-#   kernels    parity of each kernel with its C reference          goldens    reference outputs of the demo model
+#   kernels    parity with the C reference, same bits repeatedly   goldens    reference outputs of the demo model
 #   link       the link between two processes, kills, speed        bits       same bits under every setting
 #   daemon     expertd against a worker's protocol                 settings   what only a GPU refuses or reports
 #   stream     streams without compute, speed                      soak       10,000 streams with random settings
@@ -34,7 +34,7 @@ python=python3
 "$python" -c 'import numpy, pytest' 2>/dev/null || python=$top/build-check/venv/bin/python
 "$python" -c 'import numpy, pytest' || { echo "run.sh: python3 needs numpy and pytest" >&2; exit 1; }
 
-targets="tests/gpu/t_cu_kernels tests/gpu/g_poison tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream expertd/expertd tools/mkmodel
+targets="tests/gpu/t_cu_kernels tests/gpu/b_cu_kernels tests/gpu/g_poison tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream expertd/expertd tools/mkmodel
     inferd/inferd tools/expertctl"
 if [ ! -f "$build/build.ninja" ]; then
     meson setup "$build" "$top" -Dcuda=enabled ${MESON_OPTIONS:-} >"$build.log" 2>&1 || { tail -n 20 "$build.log"; exit 1; }
@@ -54,7 +54,10 @@ pytest() { # FILE...
 
 stage() {
     case $1 in
-    kernels) "$build"/tests/gpu/t_cu_kernels && "$build"/tests/gpu/g_poison ;;
+    kernels)
+        "$build"/tests/gpu/t_cu_kernels && "$build"/tests/gpu/g_poison &&
+            REPEAT=100 "$build"/tests/gpu/b_cu_kernels tokens dense attention
+        ;;
     link) CUDA_DEVICE_MAX_CONNECTIONS=32 "$build"/tests/gpu/g_link ;;
     daemon) "$build"/tests/gpu/g_daemon "$build"/expertd/expertd "$top"/tools/model/story-q4_k.gguf ;;
     stream)
