@@ -6,6 +6,7 @@
  */
 #include "kernels/krn_cuda.h"
 #include "kernels/krn_fatbin.h"
+#include "tests/gpu/emu_map.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -94,23 +95,12 @@ static int fill(krn_cuda_ptr target, unsigned char value, size_t bytes, void *st
     return KRN_CUDA_SUCCESS;
 }
 
-/* What emu_sm90.h reads. */
 static int tensor_map(void *ret_map, int type, uint32_t rank, void *data, const uint64_t *extents,
                       const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                       int swizzle, int promotion, int fill)
 {
-    if (type != KRN_CUDA_TENSOR_F16 || rank != 3 || (uintptr_t)data % 16 || strides[0] % 16 ||
-        strides[1] % 16 || box[0] != 64 || box[1] > 256 || box[2] > 256 ||
-        steps[0] * steps[1] * steps[2] != 1 || interleave || swizzle != KRN_CUDA_TENSOR_SWIZZLE_128 || fill)
-        return KRN_CUDA_INVALID_VALUE;
     (void)promotion;
-    uint64_t *m = ret_map;
-    m[0] = (uintptr_t)data;
-    memcpy(m + 1, extents, 24);
-    memcpy(m + 4, strides, 16);
-    m[6] = box[1];
-    m[7] = box[2];
-    return KRN_CUDA_SUCCESS;
+    return emu_tensor_map(ret_map, type, rank, data, extents, strides, box, steps, interleave, swizzle, fill);
 }
 
 static int launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,

@@ -17,6 +17,7 @@
  *   FAKECUDA_FREE_MIB=n         memory said to be free (default 8192)
  */
 #include "fakecuda.h"
+#include "tests/gpu/emu_map.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -185,6 +186,19 @@ int fake_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned 
                ? rc
                : fake_stream_launch(stream, function, (const unsigned[3]){gx, gy, gz}, bx, arguments);
 }
+int fake_tensor_map(void *ret_map, int type, uint32_t rank, void *data, const uint64_t *extents,
+                    const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                    int swizzle, int promotion, int fill)
+{
+    (void)promotion;
+    int rc = fake_fails("cuTensorMapEncodeTiled");
+    if (rc)
+        return rc;
+    if (!fake_inside((uint64_t)(uintptr_t)data, 1, FAKE_DEVICE))
+        return KRN_CUDA_INVALID_VALUE;
+    return emu_tensor_map(ret_map, type, rank, data, extents, strides, box, steps, interleave, swizzle, fill);
+}
+
 int fake_launch_ex(const struct krn_cuda_launch *l, void *function, void **arguments, void **extra)
 {
     return fake_launch(function, l->grid[0], l->grid[1], l->grid[2], l->block[0], l->block[1], l->block[2],
