@@ -284,7 +284,7 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
     const float eps = c->model->hparams.rms_eps;
     const bool waits = p->stream && !(c->all_resident && c->all_resident[layer]);
     const bool together = !waits || groups_together(c, p) == c->geometry.groups_per_layer;
-    struct krn_cu_publication publication;
+    struct krn_cu_publication publication = {0};
     int rc;
     if (p->stream)
         publication = publication_of(c, p, layer, predicts);
@@ -362,7 +362,7 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
     TRY(krn_cu_scores(c->cu, c->stream, a->normed, l->router, p->tokens, s->experts, s->hidden, a->scores));
     TRY(krn_cu_select(c->cu, c->stream, a->scores, p->tokens, s->experts, s->top_k, m->hparams.norm_topk != 0,
                       a->ids, a->weights));
-    struct krn_cu_publication publication;
+    struct krn_cu_publication publication = {0};
     if (p->stream)
         publication = publication_of(c, p, layer, predicts);
     TRY(krn_cu_group(c->cu, c->stream, a->ids, predicts ? a->predicted_ids : 0, p->tokens, s->experts,
