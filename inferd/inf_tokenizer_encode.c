@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: MIT */
+#include "inferd/inf_heap.h"
 #include "inferd/inf_tokenizer.h"
 #include "inferd/inf_tokenizer_priv.h"
 #include "inferd/inf_utf8.h"
@@ -55,47 +56,6 @@ struct node {
     int32_t merged;
 };
 
-struct heap {
-    uint64_t *keys; /* rank << 32 | index, smallest on top */
-    size_t n;
-};
-
-static void heap_sift_down(struct heap *heap, size_t at)
-{
-    uint64_t key = heap->keys[at];
-    for (;;) {
-        size_t child = 2 * at + 1;
-        if (child >= heap->n)
-            break;
-        if (child + 1 < heap->n && heap->keys[child + 1] < heap->keys[child])
-            child++;
-        if (heap->keys[child] >= key)
-            break;
-        heap->keys[at] = heap->keys[child];
-        at = child;
-    }
-    heap->keys[at] = key;
-}
-
-static void heap_push(struct heap *heap, uint64_t key)
-{
-    size_t at = heap->n++;
-    while (at && heap->keys[(at - 1) / 2] > key) {
-        heap->keys[at] = heap->keys[(at - 1) / 2];
-        at = (at - 1) / 2;
-    }
-    heap->keys[at] = key;
-}
-
-static uint64_t heap_pop(struct heap *heap)
-{
-    uint64_t top = heap->keys[0];
-    heap->keys[0] = heap->keys[--heap->n];
-    if (heap->n)
-        heap_sift_down(heap, 0);
-    return top;
-}
-
 static void rate(const struct inf_tokenizer *tok, struct node *nodes, uint32_t at, uint32_t end)
 {
     uint32_t next = nodes[at].next;
@@ -120,7 +80,7 @@ static int encode_long(struct inf_tokenizer *tok, const unsigned char *word, siz
         tok->work = grown;
         tok->work_bytes = need;
     }
-    struct heap heap = {.keys = tok->work};
+    struct inf_heap heap = {.keys = tok->work};
     struct node *nodes = (struct node *)((char *)tok->work + heap_bytes);
     uint32_t end = (uint32_t)len;
     for (uint32_t i = 0; i < end; i++)
@@ -131,9 +91,9 @@ static int encode_long(struct inf_tokenizer *tok, const unsigned char *word, siz
             heap.keys[heap.n++] = (uint64_t)nodes[i].rank << 32 | i;
     }
     for (size_t i = heap.n / 2; i-- > 0;)
-        heap_sift_down(&heap, i);
+        inf_heap_sift_down(&heap, i);
     while (heap.n) {
-        uint64_t key = heap_pop(&heap);
+        uint64_t key = inf_heap_pop(&heap);
         uint32_t at = (uint32_t)key;
         if (nodes[at].rank != key >> 32)
             continue;
@@ -145,12 +105,12 @@ static int encode_long(struct inf_tokenizer *tok, const unsigned char *word, siz
             nodes[next].prev = at;
         rate(tok, nodes, at, end);
         if (nodes[at].rank != INF_NO_RANK)
-            heap_push(&heap, (uint64_t)nodes[at].rank << 32 | at);
+            inf_heap_push(&heap, (uint64_t)nodes[at].rank << 32 | at);
         if (prev == end)
             continue;
         rate(tok, nodes, prev, end);
         if (nodes[prev].rank != INF_NO_RANK)
-            heap_push(&heap, (uint64_t)nodes[prev].rank << 32 | prev);
+            inf_heap_push(&heap, (uint64_t)nodes[prev].rank << 32 | prev);
     }
     int rc = 0;
     for (uint32_t i = 0; i != end && !rc; i = nodes[i].next)

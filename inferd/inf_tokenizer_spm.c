@@ -4,6 +4,7 @@
  * the best score, leftmost first; a character without a token becomes the
  * tokens of its bytes. The whole text is one word.
  */
+#include "inferd/inf_heap.h"
 #include "inferd/inf_tokenizer_priv.h"
 #include "inferd/inf_utf8.h"
 
@@ -18,40 +19,6 @@ struct symbol {
     uint32_t rank;       /* of the pair with next; a heap entry of another rank is stale */
     int32_t joined;      /* its token */
 };
-
-struct heap {
-    uint64_t *keys; /* rank << 32 | index, smallest on top */
-    size_t n;
-};
-
-static void sift_down(struct heap *heap, size_t at)
-{
-    uint64_t key = heap->keys[at];
-    for (size_t child; (child = 2 * at + 1) < heap->n; at = child) {
-        child += child + 1 < heap->n && heap->keys[child + 1] < heap->keys[child];
-        if (heap->keys[child] >= key)
-            break;
-        heap->keys[at] = heap->keys[child];
-    }
-    heap->keys[at] = key;
-}
-
-static void heap_push(struct heap *heap, uint64_t key)
-{
-    size_t at = heap->n++;
-    for (; at && heap->keys[(at - 1) / 2] > key; at = (at - 1) / 2)
-        heap->keys[at] = heap->keys[(at - 1) / 2];
-    heap->keys[at] = key;
-}
-
-static uint64_t heap_pop(struct heap *heap)
-{
-    uint64_t top = heap->keys[0];
-    heap->keys[0] = heap->keys[--heap->n];
-    if (heap->n)
-        sift_down(heap, 0);
-    return top;
-}
 
 static int32_t find(const struct inf_tokenizer *tok, const char *bytes, size_t len)
 {
@@ -100,10 +67,10 @@ static uint32_t split(const struct inf_tokenizer *tok, const char *text, size_t 
 }
 
 static void join(const struct inf_tokenizer *tok, const char *text, struct symbol *symbols, uint32_t end,
-                 struct heap *heap)
+                 struct inf_heap *heap)
 {
     while (heap->n) {
-        uint64_t key = heap_pop(heap);
+        uint64_t key = inf_heap_pop(heap);
         uint32_t at = (uint32_t)key;
         struct symbol *s = &symbols[at];
         if (!s->len || s->rank != key >> 32 || s->rank == INF_NO_RANK)
@@ -117,12 +84,12 @@ static void join(const struct inf_tokenizer *tok, const char *text, struct symbo
             symbols[s->next].prev = at;
         rate(tok, text, symbols, at, end);
         if (s->rank != INF_NO_RANK)
-            heap_push(heap, (uint64_t)s->rank << 32 | at);
+            inf_heap_push(heap, (uint64_t)s->rank << 32 | at);
         if (s->prev == end)
             continue;
         rate(tok, text, symbols, s->prev, end);
         if (symbols[s->prev].rank != INF_NO_RANK)
-            heap_push(heap, (uint64_t)symbols[s->prev].rank << 32 | s->prev);
+            inf_heap_push(heap, (uint64_t)symbols[s->prev].rank << 32 | s->prev);
     }
 }
 
@@ -141,7 +108,7 @@ int inf_spm_encode(struct inf_tokenizer *tok, const char *text, size_t len, stru
         tok->work = grown;
         tok->work_bytes = need;
     }
-    struct heap heap = {.keys = tok->work};
+    struct inf_heap heap = {.keys = tok->work};
     struct symbol *symbols = (struct symbol *)((char *)tok->work + heap_bytes);
     char *bytes = (char *)(symbols + most);
     uint32_t end = split(tok, bytes, prepare(tok, text, len, bytes), symbols);
@@ -151,7 +118,7 @@ int inf_spm_encode(struct inf_tokenizer *tok, const char *text, size_t len, stru
             heap.keys[heap.n++] = (uint64_t)symbols[i].rank << 32 | i;
     }
     for (size_t i = heap.n / 2; i-- > 0;)
-        sift_down(&heap, i);
+        inf_heap_sift_down(&heap, i);
     join(tok, bytes, symbols, end, &heap);
     int rc = 0;
     for (uint32_t i = 0; i != end && !rc; i = symbols[i].next) {
