@@ -428,6 +428,19 @@ void srv_http_destroy(struct srv_http **http)
     *http = NULL;
 }
 
+/* bufferevent_free lets go of one reference; a callback put off (BEV_OPT_DEFER_CALLBACKS) holds another,
+ * which event_base_free would throw away together with the callback. Run, it finds no handler and lets go. */
+void srv_http_base_free(struct event_base **base)
+{
+    if (!*base)
+        return;
+    while (event_base_get_num_events(*base, EVENT_BASE_COUNT_ACTIVE) > 0 &&
+           event_base_loop(*base, EVLOOP_NONBLOCK) == 0)
+        ;
+    event_base_free(*base);
+    *base = NULL;
+}
+
 void srv_http_drain(struct srv_http *h)
 {
     h->draining = true;
@@ -439,6 +452,14 @@ void srv_http_drain(struct srv_http *h)
         if (c->state == HEAD && !c->x.start_ns)
             destroy(c);
     }
+}
+
+bool srv_http_sending(const struct srv_http *h)
+{
+    for (const struct srv_connection *c = h->connections; c; c = c->next)
+        if (c->state == FINISH)
+            return true;
+    return false;
 }
 
 const struct srv_http_counters *srv_http_counters(const struct srv_http *h)

@@ -60,6 +60,12 @@ int srv_http_create(struct event_base *base, const struct srv_http_config *confi
                     struct srv_http **ret_http);
 /* Closes every connection; on_gone is called for those under way. */
 void srv_http_destroy(struct srv_http **http);
+/* Frees the base that servers ran on, after them and after all other events: connections that ended in the
+ * loop's last round are released (and their sockets closed) only here. NULL is accepted. */
+void srv_http_base_free(struct event_base **base);
+
+/* A last response is on its way to somebody. */
+bool srv_http_sending(const struct srv_http *http);
 
 /* No new connections; idle ones are closed, others after their response. */
 void srv_http_drain(struct srv_http *http);

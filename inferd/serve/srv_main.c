@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #define CANCEL_S 5 /* after the drain: for what was cancelled */
+#define LEAVE_S  3 /* after the last answer: for clients to close */
 
 struct serve {
     struct srv_server server;
@@ -23,7 +24,8 @@ struct serve {
     char name[128];
     bool announced, cancelled;
     struct event *jobs, *state, *term, *interrupt, *tick, *beat;
-    uint64_t drain_ns;
+    uint64_t drain_ns; /* since when it drains; 0: no more patience */
+    uint64_t quiet_ns; /* since when nothing is under way any more */
 };
 
 static void stop(struct serve *v, int status)
@@ -106,14 +108,21 @@ static void cancel_all(struct serve *v)
 static void on_tick(evutil_socket_t fd, short what, void *ctx)
 {
     struct serve *v = ctx;
-    uint64_t past_ns = shm_now_ns() - v->drain_ns;
+    uint64_t now_ns = shm_now_ns(), past_ns = now_ns - v->drain_ns;
     (void)fd;
     (void)what;
+    bool over = past_ns > (uint64_t)(v->server.options->drain_s + CANCEL_S) * 1000000000u;
     if (!srv_http_counters(v->server.http)->busy) {
-        if (!srv_http_counters(v->server.http)->connections || past_ns > 3000000000u)
-            stop(v, 0); /* else the last bytes are on their way */
+        if (!v->quiet_ns)
+            v->quiet_ns = now_ns;
+        /* Last bytes on their way have what is left of the drain. */
+        bool patient =
+            srv_http_sending(v->server.http) ? !over : now_ns - v->quiet_ns < LEAVE_S * 1000000000ull;
+        if (!srv_http_counters(v->server.http)->connections || !patient || !v->drain_ns)
+            stop(v, 0);
         return;
     }
+    v->quiet_ns = 0;
     if (past_ns < (uint64_t)v->server.options->drain_s * 1000000000u)
         return;
     if (!v->cancelled)
@@ -121,7 +130,7 @@ static void on_tick(evutil_socket_t fd, short what, void *ctx)
                 srv_http_counters(v->server.http)->busy);
     v->cancelled = true;
     cancel_all(v);
-    if (past_ns > (uint64_t)(v->server.options->drain_s + CANCEL_S) * 1000000000u)
+    if (over)
         stop(v, 0);
 }
 
@@ -234,8 +243,7 @@ static void close_parts(struct serve *v)
     srv_queue_destroy(&s->queue);
     srv_stats_free(&s->stats);
     srv_keys_free(&s->keys, s->n_keys);
-    if (s->base)
-        event_base_free(s->base);
+    srv_http_base_free(&s->base);
     if (v->state_fd >= 0)
         close(v->state_fd);
 }
