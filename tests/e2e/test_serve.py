@@ -462,6 +462,7 @@ def test_stops_gracefully(world):
     assert Server(world).stop() == 0
 
 
+@pytest.mark.slow
 def test_the_last_bytes_leave_before_the_end(world):
     """However long the drain took: an answer that is complete, but on its way still, is not cut."""
     world.expertd("--link-gbps", "0.15", "--floor", "1")  # so that it takes longer than what is left for the bytes
