@@ -17,12 +17,12 @@ struct relay {
     size_t vocab;
 };
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct relay *r = ctx;
     memcpy(r->logits, logits, r->vocab * sizeof *logits);
     if (r->o->on_logits)
-        r->o->on_logits(r->o->ctx, position, rows, logits);
+        r->o->on_logits(r->o->ctx, piece, position, rows, logits);
 }
 
 static void on_chunk(void *ctx, const struct inf_chunk *chunk)

@@ -29,7 +29,7 @@ struct inf_answer_options {
      * (as if cancelled). */
     bool (*on_token)(void *ctx, int32_t id, const float *logits);
     /* Logits of each token read (one row), and the chunk's report; may be NULL. */
-    void (*on_logits)(void *ctx, uint32_t position, uint32_t rows, const float *logits);
+    void (*on_logits)(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits);
     void (*on_chunk)(void *ctx, const struct inf_chunk *chunk);
     void *ctx;
 };

@@ -55,10 +55,11 @@ struct sample {
     struct inf_stream_sum sum, decode;
 };
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct measure *m = ((struct sample *)ctx)->m;
     size_t vocab = m->engine->model->hparams.vocab;
+    (void)piece;
     (void)position;
     XXH3_64bits_update(m->hash, logits, rows * vocab * sizeof *logits);
     memcpy(m->logits, logits + (rows - 1) * vocab, vocab * sizeof *logits);

@@ -12,7 +12,6 @@ int inf_conversation_create(const struct inf_engine *e, struct shm_error *err,
     struct inf_conversation *c = calloc(1, sizeof *c);
     if (!c)
         return -ENOMEM;
-    c->device = e->device;
     c->layers = m->hparams.layers;
     c->experts = m->hparams.experts;
     c->capacity = e->ctx;
@@ -21,9 +20,10 @@ int inf_conversation_create(const struct inf_engine *e, struct shm_error *err,
     c->recent = calloc(pairs, sizeof *c->recent);
     c->counts = calloc(pairs, sizeof *c->counts);
     int rc = -ENOMEM;
-    if (!c->tokens || !c->recent || !c->counts ||
-        (rc = e->device->ops->kv_create(e->device, e->ctx, err, &c->kv)))
+    if (!c->tokens || !c->recent || !c->counts || (rc = inf_kv_create(e->pool, e->ctx, &c->kv))) {
+        shm_error_set(err, -rc, "no memory for a conversation: free some");
         goto fail;
+    }
     *ret_conversation = c;
     return 0;
 fail:
@@ -36,7 +36,7 @@ void inf_conversation_destroy(struct inf_conversation **conversation)
     struct inf_conversation *c = *conversation;
     if (!c)
         return;
-    c->device->ops->kv_destroy(c->device, &c->kv);
+    inf_kv_destroy(&c->kv);
     free(c->tokens);
     free(c->recent);
     free(c->counts);
@@ -48,6 +48,7 @@ void inf_conversation_truncate(struct inf_conversation *c, uint32_t n)
 {
     if (n < c->n)
         c->n = n; /* the keys behind it are written over before they are read */
+    inf_kv_truncate(c->kv, c->n);
 }
 
 int inf_conversation_mark(const struct inf_conversation *c, struct inf_mark *mark)
@@ -74,13 +75,27 @@ void inf_mark_clear(struct inf_mark *mark)
     *mark = (struct inf_mark){0};
 }
 
-/* Adds the chunk's routing to the recent counts. */
-static void remember(struct inf_conversation *c, uint32_t tokens)
+/* Which part of a batch a piece is: tokens begin .. end - 1 of `all`. */
+struct part {
+    uint32_t begin, end, all;
+};
+
+/* Adds the part's share of the chunk's routing to the recent counts. Whose token chose an expert is not
+ * known: counts are dealt out by tokens, their remainders to another part at each expert. */
+static void remember(struct inf_conversation *c, const uint32_t *counts, struct part part)
 {
     size_t pairs = (size_t)c->layers * c->experts;
-    for (size_t i = 0; i < pairs; i++)
-        c->recent[i] += c->counts[i];
-    c->recent_tokens += tokens;
+    if (part.end - part.begin == part.all) {
+        for (size_t i = 0; i < pairs; i++)
+            c->recent[i] += counts[i];
+    } else {
+        uint32_t turn = 0;
+        for (size_t i = 0; i < pairs; i++, turn = turn + 1 < part.all ? turn + 1 : 0)
+            if (counts[i])
+                c->recent[i] += (uint32_t)(((uint64_t)counts[i] * part.end + turn) / part.all -
+                                           ((uint64_t)counts[i] * part.begin + turn) / part.all);
+    }
+    c->recent_tokens += part.end - part.begin;
     while (c->recent_tokens > INF_RECENT_TOKENS) {
         for (size_t i = 0; i < pairs; i++)
             c->recent[i] /= 2;
@@ -113,59 +128,136 @@ void inf_stream_sum_add(struct inf_stream_sum *sum, const struct inf_chunk *chun
     sum->cpu_ns += r->cpu_ns;
 }
 
-/* The caller's callbacks, seen from inside a pass. */
-struct relay {
+/* One pass, and the caller's callbacks seen from inside it. */
+struct batch {
     const struct inf_read_options *o;
     const struct inf_engine *engine;
-    uint32_t position; /* of the chunk */
-    uint32_t tokens;   /* of the chunk */
-    double before;     /* tokens read before it in this call */
+    const struct inf_piece *piece;
+    uint32_t pieces, tokens;
+    double before; /* tokens read before it in this call */
+    struct inf_pass_span span[INF_SPANS_MAX];
+    uint32_t held[INF_SPANS_MAX]; /* blocks of each before */
 };
 
-static void relay_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void relay_logits(void *ctx, uint32_t span, uint32_t position, uint32_t rows, const float *logits)
 {
-    const struct relay *r = ctx;
-    r->o->on_logits(r->o->ctx, position, rows, logits);
+    const struct batch *b = ctx;
+    b->o->on_logits(b->o->ctx, span, position, rows, logits);
 }
 
 static void relay_routes(void *ctx, uint32_t layer, uint32_t tokens, const uint32_t *ids,
                          const float *weights)
 {
-    const struct relay *r = ctx;
-    r->o->on_routes(r->o->ctx, layer, r->position, tokens, ids, weights);
+    const struct batch *b = ctx;
+    const uint32_t top_k = b->engine->model->shape.top_k;
+    (void)tokens;
+    for (uint32_t i = 0; i < b->pieces; i++) {
+        const struct inf_pass_span *s = &b->span[i];
+        b->o->on_routes(b->o->ctx, i, layer, s->position, s->tokens, ids, weights);
+        ids += (size_t)s->tokens * top_k;
+        weights += (size_t)s->tokens * top_k;
+    }
 }
 
 static void relay_layer(void *ctx, uint32_t layer)
 {
-    const struct relay *r = ctx;
-    r->o->on_progress(r->o->ctx,
-                      r->before + (double)r->tokens * (layer + 1) / r->engine->model->hparams.layers);
+    const struct batch *b = ctx;
+    b->o->on_progress(b->o->ctx,
+                      b->before + (double)b->tokens * (layer + 1) / b->engine->model->hparams.layers);
 }
 
-static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const int32_t *ids, uint32_t tokens,
-                      bool last, double before, const struct inf_read_options *o, struct shm_error *err)
+/* Blocks for what is read, and the spans; all or none. */
+static int prepare(struct batch *b, struct shm_error *err)
+{
+    for (uint32_t i = 0; i < b->pieces; i++) {
+        const struct inf_piece *p = &b->piece[i];
+        struct inf_conversation *c = p->c;
+        uint32_t first = p->n;
+        if (b->o->on_logits && p->logits == INF_LOGITS_ALL)
+            first = 0;
+        else if (b->o->on_logits && p->logits == INF_LOGITS_LAST)
+            first = p->n - 1;
+        b->held[i] = c->kv->blocks;
+        b->span[i] = (struct inf_pass_span){c->kv, p->n, c->n, first};
+        int rc = inf_kv_prepare(c->kv, c->n, c->n + p->n, err);
+        if (!rc)
+            continue;
+        while (i--)
+            inf_kv_truncate(b->piece[i].c->kv, b->held[i] * INF_KV_BLOCK);
+        return rc;
+    }
+    return 0;
+}
+
+/* What the pieces' conversations used lately; of several the sum, in `sum`. */
+static const uint32_t *recent_of(const struct batch *b, uint32_t *sum)
+{
+    const struct inf_conversation *c = b->piece[0].c;
+    const size_t pairs = (size_t)c->layers * c->experts;
+    if (b->pieces == 1)
+        return c->recent;
+    memcpy(sum, c->recent, pairs * sizeof *sum);
+    for (uint32_t i = 1; i < b->pieces; i++)
+        for (size_t k = 0; k < pairs; k++)
+            sum[k] += b->piece[i].c->recent[k];
+    return sum;
+}
+
+static int run_pass(struct inf_engine *e, const struct batch *b, struct inf_pass *pass,
+                    struct inf_chunk *chunk, struct shm_error *err)
+{
+    const uint32_t *predicted = NULL;
+    int rc = e->model->arch->embed(e->device, pass, err);
+    if (!rc && pass->predict)
+        rc = e->device->ops->predict_first(e->device, pass, &predicted, err);
+    if (pass->stream)
+        inf_stream_know(pass->stream, b->o->known);
+    if (!rc && pass->stream)
+        rc = inf_stream_begin(pass->stream, b->tokens, b->span[0].position, predicted,
+                              recent_of(b, b->piece[b->pieces - 1].c->counts), err);
+    if (rc)
+        return rc;
+    rc = e->model->arch->forward(e->model, e->device, pass, err);
+    if (!rc && pass->stream)
+        rc = inf_stream_end(pass->stream, &chunk->stream, err);
+    if (rc)
+        inf_stream_cancel(e->store.stream, NULL); /* a lost stream shows in inf_store_alive */
+    return rc;
+}
+
+static int read_batch(struct inf_engine *e, struct batch *b, struct shm_error *err)
 {
     const struct inf_settings *set = &e->store.settings;
-    struct relay relay = {.o = o, .engine = e, .position = c->n, .tokens = tokens, .before = before};
-    struct inf_pass pass = {.ids = (const uint32_t *)ids,
-                            .tokens = tokens,
-                            .position = c->n,
+    const struct inf_read_options *o = b->o;
+    const struct inf_piece *piece = b->piece;
+    uint32_t *counts = piece[0].c->counts, *ids = NULL;
+    const size_t pairs = (size_t)piece[0].c->layers * piece[0].c->experts;
+    int rc = prepare(b, err);
+    if (rc)
+        return rc;
+    struct inf_pass pass = {.ids = (const uint32_t *)piece[0].ids,
+                            .tokens = b->tokens,
+                            .spans = b->pieces,
+                            .span = b->span,
                             .generated = o->generated,
-                            .kv = c->kv,
                             .stream = e->store.stream,
                             .resident = (const uint8_t *const *)e->store.resident,
-                            .demand = tokens < set->floor,
-                            .counts = c->counts,
+                            .demand = b->tokens < set->floor,
+                            .counts = counts,
                             .cancel = e->store.config.cancel,
-                            .first_logit = tokens,
-                            .ctx = &relay};
+                            .ctx = b};
+    if (b->pieces > 1) {
+        if (!(ids = malloc(b->tokens * sizeof *ids))) {
+            rc = -ENOMEM;
+            goto undo;
+        }
+        for (uint32_t i = 0, at = 0; i < b->pieces; at += piece[i++].n)
+            memcpy(ids + at, piece[i].ids, piece[i].n * sizeof *ids);
+        pass.ids = ids;
+    }
     /* Predictions cost a router a layer: only where they are used. */
     pass.predict = set->order == SHM_ORDER_PREDICTED && set->policy == SHM_POLICY_ROUTED &&
-                   tokens >= set->floor && !o->known;
-    if (o->on_logits && o->logits == INF_LOGITS_ALL)
-        pass.first_logit = 0;
-    else if (o->on_logits && o->logits == INF_LOGITS_LAST && last)
-        pass.first_logit = tokens - 1;
+                   b->tokens >= set->floor && !o->known;
     pass.on_logits = o->on_logits ? relay_logits : NULL;
     pass.on_routes = o->on_routes ? relay_routes : NULL;
     pass.on_layer = o->on_progress ? relay_layer : NULL;
@@ -173,47 +265,39 @@ static int read_chunk(struct inf_engine *e, struct inf_conversation *c, const in
     /* A generated token that needs nothing of expertd does not wait for it either. */
     if (o->generated && e->store.all_resident && pass.demand) {
         pass.stream = NULL;
-        memset(c->counts, 0, sizeof *c->counts * c->layers * c->experts);
+        memset(counts, 0, pairs * sizeof *counts);
     }
 
     struct inf_chunk chunk = {
-        .tokens = tokens,
-        .position = c->n,
+        .tokens = b->tokens,
+        .position = b->span[0].position,
         .stream = {.policy = SHM_POLICY_DEMAND, .order = set->order, .depth = set->depth}};
     uint64_t start_ns = shm_now_ns();
-    const uint32_t *predicted = NULL;
-    int rc = e->model->arch->embed(e->device, &pass, err);
-    if (!rc && pass.predict)
-        rc = e->device->ops->predict_first(e->device, &pass, &predicted, err);
-    if (pass.stream)
-        inf_stream_know(pass.stream, o->known);
-    if (!rc && pass.stream)
-        rc = inf_stream_begin(pass.stream, tokens, c->n, predicted, c->recent, err);
-    if (rc)
-        return rc;
-    rc = e->model->arch->forward(e->model, e->device, &pass, err);
-    if (!rc && pass.stream)
-        rc = inf_stream_end(pass.stream, &chunk.stream, err);
-    if (rc) {
-        inf_stream_cancel(e->store.stream, NULL); /* a lost stream shows in inf_store_alive */
-        return rc;
-    }
+    if ((rc = run_pass(e, b, &pass, &chunk, err)))
+        goto undo;
     chunk.ns = shm_now_ns() - start_ns;
     if (pass.stream)
         chunk.stream.wait_ns = inf_stream_wait_ns(pass.stream);
-    memcpy(c->tokens + c->n, ids, tokens * sizeof *ids);
-    c->n += tokens;
-    remember(c, tokens);
+    for (uint32_t i = 0, at = 0; i < b->pieces; at += piece[i++].n) {
+        struct inf_conversation *c = piece[i].c;
+        memcpy(c->tokens + c->n, piece[i].ids, piece[i].n * sizeof *c->tokens);
+        c->n += piece[i].n;
+        remember(c, counts, (struct part){at, at + piece[i].n, b->tokens});
+    }
+    free(ids);
     if (o->on_chunk)
         o->on_chunk(o->ctx, &chunk);
     return 0;
+undo:
+    free(ids);
+    for (uint32_t i = 0; i < b->pieces; i++)
+        inf_kv_truncate(piece[i].c->kv, b->held[i] * INF_KV_BLOCK);
+    return rc;
 }
 
-int inf_read(struct inf_engine *e, struct inf_conversation *c, const int32_t *ids, size_t n,
-             const struct inf_read_options *o, struct shm_error *err)
+static int check_ids(const struct inf_engine *e, const struct inf_conversation *c, const int32_t *ids,
+                     size_t n, struct shm_error *err)
 {
-    if (!e->store.stream)
-        return shm_error_set(err, ESHUTDOWN, "no expertd is attached: start expertd and repeat the turn");
     if (n > c->capacity - c->n)
         return shm_error_set(err, E2BIG,
                              "%zu tokens do not fit: the context holds %u, %u are in use: "
@@ -223,17 +307,62 @@ int inf_read(struct inf_engine *e, struct inf_conversation *c, const int32_t *id
         if (ids[i] < 0 || (uint32_t)ids[i] >= e->model->hparams.vocab)
             return shm_error_set(err, EINVAL, "token %d is not in the vocabulary of %u", ids[i],
                                  e->model->hparams.vocab);
-    size_t chunks = (n + e->chunk - 1) / e->chunk;
+    return 0;
+}
+
+static int check_attached(const struct inf_engine *e, struct shm_error *err)
+{
+    return e->store.stream
+               ? 0
+               : shm_error_set(err, ESHUTDOWN, "no expertd is attached: start expertd and repeat the turn");
+}
+
+int inf_read_batch(struct inf_engine *e, const struct inf_piece *piece, uint32_t pieces,
+                   const struct inf_read_options *o, struct shm_error *err)
+{
+    int rc = check_attached(e, err);
+    if (rc)
+        return rc;
+    if (!pieces || pieces > INF_SPANS_MAX)
+        return shm_error_set(err, EINVAL, "%u pieces in a pass: 1 to %u can be", pieces, INF_SPANS_MAX);
+    struct batch b = {.o = o, .engine = e, .piece = piece, .pieces = pieces};
+    for (uint32_t i = 0; i < pieces; i++) {
+        if ((rc = check_ids(e, piece[i].c, piece[i].ids, piece[i].n, err)))
+            return rc;
+        for (uint32_t k = 0; k < i; k++)
+            if (piece[k].c == piece[i].c)
+                return shm_error_set(err, EINVAL, "pieces %u and %u are of one conversation", k, i);
+        if (!piece[i].n || (o->generated && piece[i].n > 1) || piece[i].n > e->chunk - b.tokens)
+            return shm_error_set(err, EINVAL, "piece %u: %u %s tokens do not fit in a pass of %u", i,
+                                 piece[i].n, o->generated ? "generated" : "prompt", e->chunk);
+        b.tokens += piece[i].n;
+    }
+    return read_batch(e, &b, err);
+}
+
+int inf_read(struct inf_engine *e, struct inf_conversation *c, const int32_t *ids, size_t n,
+             const struct inf_read_options *o, struct shm_error *err)
+{
+    int rc = check_attached(e, err);
+    if (rc || (rc = check_ids(e, c, ids, n, err)))
+        return rc;
+    const size_t chunks = o->generated ? n : (n + e->chunk - 1) / e->chunk;
     if (o->known && chunks > 1)
         return shm_error_set(err, EINVAL, "the routing of %zu tokens cannot be told ahead: the chunk is %u",
                              n, e->chunk);
     for (size_t i = 0, done = 0; i < chunks; i++) {
-        size_t rest = n - done;
-        uint32_t tokens = (uint32_t)((rest + (chunks - i) - 1) / (chunks - i));
-        int rc = read_chunk(e, c, ids + done, tokens, i + 1 == chunks, (double)done, o, err);
-        if (rc)
+        const size_t rest = n - done;
+        struct inf_piece piece = {.c = c,
+                                  .ids = ids + done,
+                                  .n = (uint32_t)((rest + (chunks - i) - 1) / (chunks - i)),
+                                  .logits = o->logits};
+        if (o->logits == INF_LOGITS_LAST && i + 1 < chunks)
+            piece.logits = INF_LOGITS_NONE;
+        struct batch b = {
+            .o = o, .engine = e, .piece = &piece, .pieces = 1, .tokens = piece.n, .before = (double)done};
+        if ((rc = read_batch(e, &b, err)))
             return rc;
-        done += tokens;
+        done += piece.n;
     }
     return 0;
 }

@@ -14,6 +14,7 @@
 #define INF_CONVERSATION_H
 
 #include "inferd/inf_engine.h"
+#include "inferd/inf_kv.h"
 
 #define INF_RECENT_TOKENS 4096u
 
@@ -21,20 +22,20 @@ struct inf_conversation {
     uint32_t capacity; /* tokens */
     uint32_t n;        /* tokens read */
     int32_t *tokens;   /* [capacity] */
-    struct inf_device *device;
-    struct inf_kv *kv;
+    struct inf_kv *kv; /* of the engine's pool */
     uint32_t layers, experts;
     uint32_t *recent; /* [layers][experts] */
     uint32_t recent_tokens;
     uint32_t *counts; /* [layers][experts], of the running chunk */
 };
 
-/* -ENOMEM with the need named. */
+/* Holds no block of keys and values yet. -ENOMEM. */
 int inf_conversation_create(const struct inf_engine *engine, struct shm_error *err,
                             struct inf_conversation **ret_conversation);
 void inf_conversation_destroy(struct inf_conversation **conversation);
 
-/* Forgets all but the first n tokens (n <= conversation->n). */
+/* Forgets all but the first n tokens (n <= conversation->n); blocks behind them are given back, those taken
+ * ahead of time too. */
 void inf_conversation_truncate(struct inf_conversation *conversation, uint32_t n);
 
 /* Where a conversation can be taken back to, recent routing included, however often. */
@@ -68,12 +69,12 @@ enum inf_logits_wanted { INF_LOGITS_NONE, INF_LOGITS_LAST, INF_LOGITS_ALL };
 
 /* Callbacks may be NULL. */
 struct inf_read_options {
-    enum inf_logits_wanted logits;
-    /* rows of vocab logits, of the tokens from `position` on; in order. */
-    void (*on_logits)(void *ctx, uint32_t position, uint32_t rows, const float *logits);
-    /* Of one layer and chunk; ids and weights [tokens][experts_used]. */
-    void (*on_routes)(void *ctx, uint32_t layer, uint32_t position, uint32_t tokens, const uint32_t *ids,
-                      const float *weights);
+    enum inf_logits_wanted logits; /* inf_read; a piece has its own */
+    /* rows of vocab logits, of the piece's tokens from `position` on; in order. piece: 0 in inf_read. */
+    void (*on_logits)(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits);
+    /* Of one layer and chunk, piece by piece; ids and weights [tokens][experts_used]. */
+    void (*on_routes)(void *ctx, uint32_t piece, uint32_t layer, uint32_t position, uint32_t tokens,
+                      const uint32_t *ids, const float *weights);
     /* After each layer: tokens read, of this call, fractions of a chunk included. */
     void (*on_progress)(void *ctx, double tokens);
     void (*on_chunk)(void *ctx, const struct inf_chunk *chunk);
@@ -81,15 +82,32 @@ struct inf_read_options {
     /* For measurements: counts [layers][experts] of an earlier identical read of one chunk, told to expertd
      * before the stream begins (inf_stream_know). NULL: none. */
     const uint32_t *known;
-    /* The ids were written by the model, one by one: a device may compute such tokens another way. */
+    /* The ids were written by the model, one by one: a device may compute such tokens another way. They are
+     * read one a pass, or, by inf_read_batch, one a piece. */
     bool generated;
 };
+
+/* Tokens to be read behind what a conversation holds, together with those of others. */
+struct inf_piece {
+    struct inf_conversation *c;
+    const int32_t *ids;
+    uint32_t n; /* >= 1 */
+    enum inf_logits_wanted logits;
+};
+
+/* Reads pieces of different conversations in one pass: up to INF_SPANS_MAX, of engine->chunk tokens in all.
+ * All or nothing: after an error every conversation is as before. The same bits for each as alone. Takes the
+ * blocks it needs (inf_kv_prepare); where they were taken before, none is missing. Errors: as inf_read, and
+ * -ENOSPC: the pool of keys and values has not enough free blocks. */
+int inf_read_batch(struct inf_engine *engine, const struct inf_piece *piece, uint32_t pieces,
+                   const struct inf_read_options *options, struct shm_error *err);
 
 /* Reads n ids behind what the conversation holds, in chunks of about equal
  * size, none above the engine's chunk, so that no short rest falls below the
  * floor. A lost expertd is not attached anew here (inf_engine_ensure). Errors:
  * -E2BIG does not fit in the context; -EINVAL an id outside the vocabulary;
- * those of inf_stream.h. conversation->n tells what was completed. */
+ * -ENOSPC no free blocks of keys and values; those of inf_stream.h. conversation->n tells what was completed.
+ */
 int inf_read(struct inf_engine *engine, struct inf_conversation *conversation, const int32_t *ids, size_t n,
              const struct inf_read_options *options, struct shm_error *err);
 

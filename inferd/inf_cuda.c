@@ -54,6 +54,7 @@ static void cuda_close(struct inf_device *d)
             krn_cuda.stream_destroy(c->stream);
         if (c->aux)
             krn_cuda.stream_destroy(c->aux);
+        inf_cuda_kv_close(d);
         inf_cuda_plan_free(c);
         inf_cuda_profile_free(c);
         if (c->resident)
@@ -278,8 +279,11 @@ static const struct inf_device_ops cuda_ops = {.close = cuda_close,
                                                .resident_done = cuda_resident_done,
                                                .set_model = inf_cuda_set_model,
                                                .plan = inf_cuda_plan,
-                                               .kv_create = inf_cuda_kv_create,
-                                               .kv_destroy = inf_cuda_kv_destroy,
+                                               .kv_open = inf_cuda_kv_open,
+                                               .kv_close = inf_cuda_kv_close,
+                                               .kv_copy = inf_cuda_kv_copy,
+                                               .kv_read = inf_cuda_kv_read,
+                                               .kv_write = inf_cuda_kv_write,
                                                .embed = inf_cuda_embed,
                                                .predict_first = inf_cuda_predict_first,
                                                .attention = inf_cuda_attention,
@@ -399,6 +403,7 @@ int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct
         return -ENOMEM;
     c->base.ops = &cuda_ops;
     c->base.kind = PRT_DEVICE_CUDA;
+    snprintf(c->base.kv_layout, sizeof c->base.kv_layout, "cuda f16");
     c->poison = poison;
     uint64_t at_ns = shm_now_ns();
     int rc = krn_cuda_device_open(ordinal < 0 ? 0 : ordinal, &c->gpu, err);

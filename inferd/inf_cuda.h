@@ -2,8 +2,8 @@
 /*
  * CUDA device of a worker, private to inf_cuda*.c: inf_cuda.c opens it and
  * holds ring and residents, inf_cuda_plan.c has the memory (dense weights,
- * activations, keys and values), inf_cuda_pass.c the steps, inf_cuda_wait.c
- * everything that waits.
+ * activations), inf_cuda_kv.c that of keys and values, inf_cuda_pass.c the
+ * steps, inf_cuda_wait.c everything that waits.
  *
  * A pass is one stream's queue: nothing in it waits for this process. What
  * waits is the device, for its own flag that expertd's copy engine writes.
@@ -22,13 +22,6 @@ struct inf_cuda_layer {
     krn_cuda_ptr attn_norm, ffn_norm, q_norm, k_norm, router; /* float */
     struct krn_cu_matrix q, k, v, output;
     struct krn_cu_expert_shape experts;
-};
-
-/* Keys and values: f16. */
-struct inf_kv_cuda {
-    struct inf_kv base;
-    krn_cuda_ptr memory;
-    struct krn_cu_kv layer[];
 };
 
 /* Where everything of a chunk is; offsets until they are placed. */
@@ -76,6 +69,9 @@ struct inf_cuda {
 
     uint32_t chunk;
     struct inf_cuda_act act;
+    struct krn_cu_kv *kv;           /* [layers], of all blocks, f16; NULL until opened */
+    krn_cuda_ptr kv_memory;         /* of each layer keys, then values; of each KV head block after block */
+    uint8_t *kv_stage;              /* pinned, of a block; NULL until wanted */
     uint32_t rope_first, rope_rows; /* positions that act.rope holds */
     krn_cuda_ptr memory;
     uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits */
@@ -121,10 +117,16 @@ void inf_cuda_quiesce(struct inf_device *d, uint64_t end_group);
 
 /* inf_cuda_plan.c */
 int inf_cuda_set_model(struct inf_device *d, const struct inf_model *model, struct shm_error *err);
-int inf_cuda_plan(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct shm_error *err);
-int inf_cuda_kv_create(struct inf_device *d, uint32_t ctx, struct shm_error *err, struct inf_kv **ret_kv);
-void inf_cuda_kv_destroy(struct inf_device *d, struct inf_kv **kv);
+int inf_cuda_plan(struct inf_device *d, uint32_t conversations, uint32_t *chunk, uint32_t *ctx,
+                  uint32_t *kv_tokens, struct shm_error *err);
 void inf_cuda_plan_free(struct inf_cuda *c);
+
+/* inf_cuda_kv.c */
+int inf_cuda_kv_open(struct inf_device *d, uint32_t tokens, struct shm_error *err);
+void inf_cuda_kv_close(struct inf_device *d);
+int inf_cuda_kv_copy(struct inf_device *d, uint32_t from, uint32_t to, struct shm_error *err);
+int inf_cuda_kv_read(struct inf_device *d, uint32_t block, void *to, struct shm_error *err);
+int inf_cuda_kv_write(struct inf_device *d, uint32_t block, const void *from, struct shm_error *err);
 
 /* inf_cuda_profile.c: what the GPU does when, by an event behind each step. begin: a pass; stamp: all that
  * was enqueued since the last stamp is `step`; collect: the pass has ended, its times are added to the

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_cuda.h"
 
+#include "inferd/inf_kv.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,10 +22,10 @@
             return inf_cuda_failed(c, rc, err);                                                              \
     } while (0)
 
-/* Generated tokens have kernels of their own: bound by memory, one token a call. */
+/* Generated tokens have kernels of their own, bound by memory. */
 static bool decodes(const struct inf_pass *p)
 {
-    return p->generated && p->tokens == 1;
+    return p->generated;
 }
 
 static int begin(struct inf_cuda *c, struct shm_error *err)
@@ -34,28 +36,65 @@ static int begin(struct inf_cuda *c, struct shm_error *err)
     return rc ? inf_cuda_failed(c, rc, err) : 0;
 }
 
+/* The kernels know keys and values that follow each other. */
+static int check_spans(const struct inf_pass *p, struct shm_error *err)
+{
+    if (p->generated && p->spans > 1)
+        return shm_error_set(err, ENOTSUP, "this GPU's kernels take one generated token a pass");
+    for (uint32_t i = 0; i < p->spans; i++) {
+        const struct inf_pass_span *s = &p->span[i];
+        for (uint32_t k = 1; k < inf_kv_blocks(s->position + s->tokens); k++)
+            if (s->kv->block[k] != s->kv->block[0] + k)
+                return shm_error_set(err, ENOTSUP,
+                                     "this GPU's kernels take keys and values in blocks that follow each "
+                                     "other: have one conversation");
+    }
+    return 0;
+}
+
+static struct krn_cu_kv kv_of(const struct inf_cuda *c, const struct inf_pass_span *s, uint32_t layer)
+{
+    struct krn_cu_kv kv = c->kv[layer];
+    const uint64_t offset = (uint64_t)s->kv->block[0] * INF_KV_BLOCK * kv.head_dim * 2;
+    kv.k += offset;
+    kv.v += offset;
+    return kv;
+}
+
+/* Angles of all rows. Generated tokens follow each other: a table serves many. */
+static int rope(struct inf_cuda *c, const struct inf_pass *p)
+{
+    const struct inf_model *m = c->model;
+    const uint32_t position = p->span[0].position;
+    int rc = 0;
+    if (p->spans == 1 && decodes(p) && position - c->rope_first < c->rope_rows)
+        return 0;
+    c->rope_first = position;
+    c->rope_rows = p->spans > 1 ? 0 : p->tokens;
+    if (p->spans == 1 && decodes(p))
+        c->rope_rows = c->chunk < ROPE_AHEAD ? c->chunk : ROPE_AHEAD;
+    for (uint32_t i = 0, row = 0; i < p->spans && !rc; row += p->span[i++].tokens)
+        rc = krn_cu_rope_table(c->cu, c->stream, p->span[i].position,
+                               c->rope_rows ? c->rope_rows : p->span[i].tokens, m->shape.head_dim,
+                               m->hparams.rope_base, c->act.rope + (uint64_t)row * m->shape.head_dim * 4);
+    return rc;
+}
+
 int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    const struct inf_model *m = c->model;
     uint64_t at_ns = shm_now_ns();
     int rc = begin(c, err);
-    if (rc)
+    if (rc || (rc = check_spans(p, err)))
         return rc;
     inf_cuda_profile_begin(c);
     memcpy(c->host_ids, p->ids, p->tokens * sizeof *p->ids); /* no earlier pass reads them any more */
     TRY(krn_cu_embed(c->cu, c->stream, &c->embed, c->host_device, p->tokens, c->act.x));
-    /* Generated tokens follow each other: a table serves many. */
-    if (!decodes(p) || p->position - c->rope_first >= c->rope_rows) {
-        c->rope_first = p->position;
-        c->rope_rows = !decodes(p) ? p->tokens : c->chunk < ROPE_AHEAD ? c->chunk : ROPE_AHEAD;
-        TRY(krn_cu_rope_table(c->cu, c->stream, c->rope_first, c->rope_rows, m->shape.head_dim,
-                              m->hparams.rope_base, c->act.rope));
-    }
+    TRY(rope(c, p));
     inf_cuda_stamp(c, INF_STEP_HEAD);
     c->layer_now = 0;
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
-    return inf_cuda_spend(c, p, NULL, 2, err);
+    return inf_cuda_spend(c, p, NULL, 1 + p->spans, err);
 }
 
 static int dense(struct inf_cuda *c, const struct inf_pass *p, const struct krn_cu_matrix *m,
@@ -70,7 +109,8 @@ static int token_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_
 {
     const struct inf_cuda_act *a = &c->act;
     const struct inf_cuda_layer *l = &c->layer[layer];
-    const struct krn_cu_kv *kv = &((const struct inf_kv_cuda *)p->kv)->layer[layer];
+    const struct inf_pass_span *span = &p->span[0];
+    const struct krn_cu_kv kv = kv_of(c, span, layer);
     const float eps = c->model->hparams.rms_eps;
     const struct krn_cu_product product = {.m = {&l->q, &l->k, &l->v},
                                            .y = {a->q, a->k, a->v},
@@ -84,17 +124,43 @@ static int token_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_
                                              .v = a->v,
                                              .q_weight = l->q_norm,
                                              .k_weight = l->k_norm,
-                                             .table = a->rope + (uint64_t)(p->position - c->rope_first) *
+                                             .table = a->rope + (uint64_t)(span->position - c->rope_first) *
                                                                     c->model->shape.head_dim * 4,
                                              .scratch = a->decode,
                                              .y_f16 = a->y16,
-                                             .position = p->position,
+                                             .position = span->position,
                                              .heads = c->model->shape.heads,
                                              .eps = eps};
     int rc;
     TRY(krn_cu_gemv_of(c->cu, c->stream, &product));
-    TRY(krn_cu_token_attention(c->cu, c->stream, kv, &heads));
+    TRY(krn_cu_token_attention(c->cu, c->stream, &kv, &heads));
     TRY(krn_cu_gemv(c->cu, c->stream, &l->output, a->y16, 1, true, a->x));
+    return 0;
+}
+
+/* Norm and rotation of the heads, keys and values written, attention: span after span. */
+static int prompt_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer,
+                            struct shm_error *err)
+{
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_cuda_layer *l = &c->layer[layer];
+    const struct krn_shape *s = &c->model->shape;
+    uint64_t q = 0, kv = 0, head = (uint64_t)s->head_dim; /* elements before the span */
+    int rc;
+    for (uint32_t i = 0; i < p->spans; i++) {
+        const struct inf_pass_span *span = &p->span[i];
+        const struct krn_cu_kv cache = kv_of(c, span, layer);
+        const krn_cuda_ptr q16 = a->q16 + q * 2;
+        TRY(krn_cu_qkv(c->cu, c->stream, &cache, span->position, span->tokens, s->heads, a->q + q * 4,
+                       a->k + kv * 4, a->v + kv * 4, l->q_norm, l->k_norm, c->model->hparams.rms_eps,
+                       a->rope + q / s->heads * 4, q16));
+        TRY(krn_cu_attention(c->cu, c->stream, &cache, span->position, span->tokens, s->heads, q16,
+                             a->y16 + q * 2));
+        q += span->tokens * s->heads * head;
+        kv += span->tokens * s->kv_heads * head;
+        if (i && (rc = inf_cuda_spend(c, p, p->stream, 2, err)))
+            return rc;
+    }
     return 0;
 }
 
@@ -104,8 +170,6 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
     const struct inf_cuda_act *a = &c->act;
     const struct inf_cuda_layer *l = &c->layer[layer];
     const struct krn_shape *s = &c->model->shape;
-    const struct krn_cu_kv *kv = &((const struct inf_kv_cuda *)p->kv)->layer[layer];
-    const float eps = c->model->hparams.rms_eps;
     uint64_t at_ns = shm_now_ns();
     int rc;
     c->layer_now = layer;
@@ -115,13 +179,13 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
         if ((rc = token_attention(c, p, layer, err)))
             return rc;
     } else {
-        TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->attn_norm, eps, p->tokens, s->hidden, 0, a->normed16));
+        TRY(krn_cu_rmsnorm(c->cu, c->stream, a->x, l->attn_norm, c->model->hparams.rms_eps, p->tokens,
+                           s->hidden, 0, a->normed16));
         TRY(dense(c, p, &l->q, a->normed16, false, a->q));
         TRY(dense(c, p, &l->k, a->normed16, false, a->k));
         TRY(dense(c, p, &l->v, a->normed16, false, a->v));
-        TRY(krn_cu_qkv(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q, a->k, a->v, l->q_norm,
-                       l->k_norm, eps, a->rope, a->q16));
-        TRY(krn_cu_attention(c->cu, c->stream, kv, p->position, p->tokens, s->heads, a->q16, a->y16));
+        if ((rc = prompt_attention(c, p, layer, err)))
+            return rc;
         TRY(dense(c, p, &l->output, a->y16, true, a->x));
     }
     inf_cuda_stamp(c, INF_STEP_ATTENTION);
@@ -413,40 +477,84 @@ static int release_rest(struct inf_cuda *c, const struct inf_pass *p, struct shm
     return inf_cuda_spend(c, p, p->stream, 2, err);
 }
 
+/* Rows whose logits are made together: pieces of spans. */
+struct head {
+    struct run {
+        uint32_t span, position, rows;
+    } run[INF_CUDA_LOGIT_ROWS];
+    uint32_t runs, rows, first; /* row of the pass, where they follow each other */
+};
+
+static int make_logits(struct inf_cuda *c, const struct inf_pass *p, struct head *h, struct shm_error *err)
+{
+    const struct inf_cuda_act *a = &c->act;
+    const struct inf_model *m = c->model;
+    const uint32_t vocab = m->hparams.vocab;
+    int rc;
+    if (!h->rows)
+        return 0;
+    if (decodes(p)) {
+        const struct krn_cu_product product = {.m = {&c->head},
+                                               .y = {a->logits},
+                                               .count = 1,
+                                               .x = a->x + (uint64_t)h->first * m->shape.hidden * 4,
+                                               .norm = c->output_norm,
+                                               .eps = m->hparams.rms_eps,
+                                               .tokens = h->rows};
+        TRY(krn_cu_gemv_of(c->cu, c->stream, &product));
+    } else {
+        TRY(krn_cu_dense(c->cu, c->stream, &c->head, a->normed16, h->rows, false, a->dense, a->logits));
+    }
+    TRY(KRN_CUDA(copy_out_async, c->host_logits, a->logits, (size_t)h->rows * vocab * 4, c->stream));
+    inf_cuda_stamp(c, INF_STEP_HEAD);
+    if ((rc = release_rest(c, p, err)) || (rc = inf_cuda_finish(c, p, p->stream, err)))
+        return rc;
+    const float *logits = c->host_logits;
+    for (uint32_t i = 0; p->on_logits && i < h->runs; i++) {
+        const struct run *r = &h->run[i];
+        p->on_logits(p->ctx, r->span, r->position, r->rows, logits);
+        logits += (size_t)r->rows * vocab;
+    }
+    *h = (struct head){0};
+    return 0;
+}
+
+static int all_logits(struct inf_cuda *c, const struct inf_pass *p, struct shm_error *err)
+{
+    const uint32_t hidden = c->model->shape.hidden;
+    struct head h = {0};
+    uint32_t first = 0; /* row of the span */
+    int rc;
+    for (uint32_t i = 0; i < p->spans; first += p->span[i++].tokens) {
+        const struct inf_pass_span *s = &p->span[i];
+        for (uint32_t t = s->first_logit, rows; t < s->tokens; t += rows) {
+            if ((h.rows == INF_CUDA_LOGIT_ROWS || (decodes(p) && h.first + h.rows != first + t)) &&
+                (rc = make_logits(c, p, &h, err)))
+                return rc;
+            const uint32_t room = INF_CUDA_LOGIT_ROWS - h.rows;
+            rows = s->tokens - t < room ? s->tokens - t : room;
+            if (!h.rows)
+                h.first = first + t;
+            if (!decodes(p))
+                TRY(krn_cu_rmsnorm(c->cu, c->stream, c->act.x + (uint64_t)(first + t) * hidden * 4,
+                                   c->output_norm, c->model->hparams.rms_eps, rows, hidden, 0,
+                                   c->act.normed16 + (uint64_t)h.rows * hidden * 2));
+            h.run[h.runs++] = (struct run){i, s->position + t, rows};
+            h.rows += rows;
+        }
+    }
+    return make_logits(c, p, &h, err);
+}
+
 int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    const struct inf_cuda_act *a = &c->act;
     const struct inf_model *m = c->model;
-    const uint32_t hidden = m->shape.hidden, vocab = m->hparams.vocab;
-    int rc = 0;
-    for (uint32_t t = p->first_logit; t < p->tokens; t += INF_CUDA_LOGIT_ROWS) {
-        uint32_t rows = p->tokens - t < INF_CUDA_LOGIT_ROWS ? p->tokens - t : INF_CUDA_LOGIT_ROWS;
-        const krn_cuda_ptr x = a->x + (uint64_t)t * hidden * 4;
-        if (decodes(p)) {
-            const struct krn_cu_product product = {.m = {&c->head},
-                                                   .y = {a->logits},
-                                                   .count = 1,
-                                                   .x = x,
-                                                   .norm = c->output_norm,
-                                                   .eps = m->hparams.rms_eps,
-                                                   .tokens = 1};
-            TRY(krn_cu_gemv_of(c->cu, c->stream, &product));
-        } else {
-            TRY(krn_cu_rmsnorm(c->cu, c->stream, x, c->output_norm, m->hparams.rms_eps, rows, hidden, 0,
-                               a->normed16));
-            TRY(krn_cu_dense(c->cu, c->stream, &c->head, a->normed16, rows, false, a->dense, a->logits));
-        }
-        TRY(KRN_CUDA(copy_out_async, c->host_logits, a->logits, (size_t)rows * vocab * 4, c->stream));
-        inf_cuda_stamp(c, INF_STEP_HEAD);
-        if (t == p->first_logit && (rc = release_rest(c, p, err)))
-            return rc;
-        if ((rc = inf_cuda_finish(c, p, p->stream, err)))
-            return rc;
-        if (p->on_logits)
-            p->on_logits(p->ctx, p->position + t, rows, c->host_logits);
-    }
-    if (p->first_logit >= p->tokens && !(rc = release_rest(c, p, err)))
+    bool wanted = false;
+    for (uint32_t i = 0; i < p->spans; i++)
+        wanted |= p->span[i].first_logit < p->span[i].tokens;
+    int rc = wanted ? all_logits(c, p, err) : release_rest(c, p, err);
+    if (!rc && !wanted)
         rc = inf_cuda_finish(c, p, p->stream, err);
     if (!rc)
         inf_cuda_profile_collect(c);

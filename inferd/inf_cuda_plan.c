@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_cuda.h"
 
+#include "inferd/inf_kv.h"
+
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -108,6 +110,8 @@ int inf_cuda_set_model(struct inf_device *d, const struct inf_model *model, stru
         c->model = model;
         return 0;
     }
+    c->base.kv_block_bytes = UINT64_C(2) * model->hparams.layers * model->shape.kv_heads * INF_KV_BLOCK *
+                             model->shape.head_dim * 2;
     int rc = check_shape(model, err);
     if (rc || (rc = inf_cuda_upload(c, false, err)))
         return rc;
@@ -213,16 +217,6 @@ static uint64_t place(const struct inf_cuda *c, uint64_t t, uint32_t ctx, krn_cu
     return at;
 }
 
-static uint32_t kv_capacity(uint32_t ctx)
-{
-    return (ctx + KRN_CU_KEY_BLOCK - 1) / KRN_CU_KEY_BLOCK * KRN_CU_KEY_BLOCK;
-}
-
-static uint64_t kv_token_bytes(const struct inf_model *m)
-{
-    return (uint64_t)m->hparams.layers * 2 * m->shape.kv_heads * m->shape.head_dim * 2;
-}
-
 /* The largest chunk up to `wanted` that fits in `bytes`; 0: not even the least. */
 static uint32_t fit_chunk(const struct inf_cuda *c, uint32_t wanted, uint32_t ctx, uint64_t bytes)
 {
@@ -258,22 +252,38 @@ static int make_host(struct inf_cuda *c)
     return KRN_CUDA(host_pointer, &c->host_device, memory, 0);
 }
 
-int inf_cuda_plan(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct shm_error *err)
+/* Blocks of the pool. One conversation: its context; several: what is left of KV_SHARE, but no more than
+ * twice what they fill, which leaves as much for beginnings that are kept. */
+static uint64_t pool_blocks(const struct inf_cuda *c, uint64_t share, uint32_t conversations, uint32_t ctx)
+{
+    const uint64_t one = inf_kv_blocks(ctx);
+    uint64_t blocks = share / c->base.kv_block_bytes;
+    if (conversations < 2)
+        return one;
+    if (blocks > 2 * one * conversations)
+        blocks = 2 * one * conversations;
+    return blocks > one ? blocks : one;
+}
+
+int inf_cuda_plan(struct inf_device *d, uint32_t conversations, uint32_t *chunk, uint32_t *ctx,
+                  uint32_t *kv_tokens, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
     const struct inf_model *m = c->model;
+    const uint64_t block = c->base.kv_block_bytes;
     size_t free_bytes = 0, total_bytes = 0;
     int rc = KRN_CUDA(memory_info, &free_bytes, &total_bytes);
     if (rc)
         return krn_cuda_explain(rc, "free device memory", err);
-    uint64_t usable = free_bytes > RESERVE_BYTES ? free_bytes - RESERVE_BYTES : 0, token = kv_token_bytes(m);
+    const uint64_t usable = free_bytes > RESERVE_BYTES ? free_bytes - RESERVE_BYTES : 0,
+                   share = (uint64_t)(KV_SHARE * (double)usable);
     uint32_t context = *ctx ? *ctx : m->hparams.context;
-    if (!*ctx) {
-        double fits = KV_SHARE * (double)usable / (double)token;
-        if (fits < context)
-            context = fits < CHUNK_LEAST ? CHUNK_LEAST : (uint32_t)fits / KRN_CU_KEY_BLOCK * KRN_CU_KEY_BLOCK;
-    }
-    uint64_t kv = token * kv_capacity(context);
+    if (!*ctx && share / block < inf_kv_blocks(context))
+        context = share < block ? CHUNK_LEAST : (uint32_t)(share / block) * INF_KV_BLOCK;
+    uint64_t blocks = *kv_tokens ? inf_kv_blocks(*kv_tokens) : pool_blocks(c, share, conversations, context);
+    if (blocks > UINT32_MAX / INF_KV_BLOCK)
+        blocks = UINT32_MAX / INF_KV_BLOCK;
+    const uint64_t kv = blocks * block;
     uint32_t wanted = *chunk ? *chunk : CHUNK_MOST;
     if (wanted > context)
         wanted = context;
@@ -283,7 +293,7 @@ int inf_cuda_plan(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct s
             err, ENOMEM,
             "keys and values of %u tokens (%.1f MiB) and a chunk of %u (%.1f MiB) do not fit in "
             "%.1f MiB of free device memory: choose a smaller --ctx, --ring or --resident",
-            context, (double)kv / 1048576, CHUNK_LEAST,
+            (uint32_t)blocks * INF_KV_BLOCK, (double)kv / 1048576, CHUNK_LEAST,
             (double)place(c, CHUNK_LEAST, context, 0, NULL) / 1048576, (double)usable / 1048576);
     uint64_t bytes = place(c, c->chunk, context, 0, NULL);
     rc = KRN_CUDA(mem_alloc, &c->memory, bytes);
@@ -299,6 +309,7 @@ int inf_cuda_plan(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct s
         (place(c, 2 * CHUNK_MOST, context, 0, NULL) - place(c, CHUNK_MOST, context, 0, NULL)) / CHUNK_MOST;
     *chunk = c->chunk;
     *ctx = context;
+    *kv_tokens = (uint32_t)blocks * INF_KV_BLOCK;
     return 0;
 }
 
@@ -316,49 +327,4 @@ void inf_cuda_plan_free(struct inf_cuda *c)
     c->host = NULL;
     c->layer = NULL;
     c->routes = NULL;
-}
-
-/* ---- keys and values ---- */
-
-int inf_cuda_kv_create(struct inf_device *d, uint32_t ctx, struct shm_error *err, struct inf_kv **ret_kv)
-{
-    struct inf_cuda *c = inf_cuda_of(d);
-    const struct inf_model *m = c->model;
-    uint32_t layers = m->hparams.layers, capacity = kv_capacity(ctx);
-    struct inf_kv_cuda *kv = calloc(1, sizeof *kv + layers * sizeof kv->layer[0]);
-    if (!kv)
-        return -ENOMEM;
-    kv->base = (struct inf_kv){.bytes = kv_token_bytes(m) * capacity, .ctx = capacity};
-    int rc = krn_cuda_enter(c->gpu);
-    if (!rc)
-        rc = KRN_CUDA(mem_alloc, &kv->memory, kv->base.bytes);
-    if (rc) {
-        char what[128];
-        snprintf(what, sizeof what, "keys and values of %u tokens, %.1f MiB (choose a smaller --ctx)", ctx,
-                 (double)kv->base.bytes / 1048576);
-        krn_cuda_explain(rc, what, err);
-        free(kv);
-        return rc;
-    }
-    uint64_t each = (uint64_t)m->shape.kv_heads * capacity * m->shape.head_dim * 2;
-    for (uint32_t l = 0; l < layers; l++)
-        kv->layer[l] = (struct krn_cu_kv){.k = kv->memory + 2 * l * each,
-                                          .v = kv->memory + (2 * l + 1) * each,
-                                          .ctx = capacity,
-                                          .kv_heads = m->shape.kv_heads,
-                                          .head_dim = m->shape.head_dim};
-    *ret_kv = &kv->base;
-    return 0;
-}
-
-void inf_cuda_kv_destroy(struct inf_device *d, struct inf_kv **kv)
-{
-    struct inf_cuda *c = inf_cuda_of(d);
-    struct inf_kv_cuda *k = (struct inf_kv_cuda *)*kv;
-    if (!k)
-        return;
-    if (krn_cuda_enter(c->gpu) == 0)
-        krn_cuda.mem_free(k->memory);
-    free(k);
-    *kv = NULL;
 }

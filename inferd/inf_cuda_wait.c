@@ -92,7 +92,7 @@ int inf_cuda_spend(struct inf_cuda *c, const struct inf_pass *p, struct inf_stre
                    struct shm_error *err)
 {
     c->ops += n;
-    if (c->ops - c->ops_sent < (p->generated && p->tokens == 1 ? REPORT_RARE : REPORT_EACH))
+    if (c->ops - c->ops_sent < (p->generated ? REPORT_RARE : REPORT_EACH))
         return 0;
     c->ops++;
     int rc = report(c, err);

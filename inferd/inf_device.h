@@ -18,6 +18,12 @@
 #include "inferd/inf_stream.h"
 #include "proto/prt_client.h"
 
+/* Keys and values come in blocks of so many consecutive tokens of a sequence (inf_kv.h). */
+#define INF_KV_BLOCK  128u
+#define INF_SPANS_MAX 64u /* most spans in a pass */
+
+struct inf_kv;
+
 /* Where the time of the passes went; cumulative. On a CUDA device the steps are times of the GPU, and told
  * apart only where `profile` was asked for: 0 otherwise. */
 struct inf_times {
@@ -42,12 +48,6 @@ struct inf_phases {
     uint64_t ready_ns;   /* from the start to ready, all in all */
 };
 
-/* Keys and values of one conversation; each device's own begins with this. */
-struct inf_kv {
-    uint64_t bytes;
-    uint32_t ctx; /* tokens that fit */
-};
-
 /* Ring of a session. */
 struct inf_ring {
     uint64_t bytes;
@@ -55,13 +55,22 @@ struct inf_ring {
     int fd;     /* of that memory; -1 */
 };
 
-/* One chunk. Everything is the caller's and stays as it is during the pass. */
+/* Consecutive tokens of one sequence in a pass. */
+struct inf_pass_span {
+    const struct inf_kv *kv; /* prepared (inf_kv_prepare) for position .. position + tokens - 1 */
+    uint32_t tokens;         /* >= 1 */
+    uint32_t position;       /* of the first */
+    uint32_t first_logit;    /* logits of the span's tokens from this one on; >= tokens: none */
+};
+
+/* One chunk: spans of different sequences, read in one go. Everything is the caller's and stays as it is
+ * during the pass. A token's result is the same bits whatever other spans are in the pass. */
 struct inf_pass {
-    const uint32_t *ids; /* [tokens], < vocab */
-    uint32_t tokens;     /* 1 .. the planned chunk */
-    uint32_t position;   /* of ids[0]; position + tokens <= KV capacity */
-    bool generated;      /* written by the model itself, not part of a prompt */
-    const struct inf_kv *kv;
+    const uint32_t *ids; /* [tokens], < vocab, in the order of the spans */
+    uint32_t tokens;     /* of all spans, 1 .. the planned chunk */
+    uint32_t spans;      /* 1 .. INF_SPANS_MAX */
+    const struct inf_pass_span *span;
+    bool generated;                 /* written by the model itself, not part of a prompt: one token a span */
     struct inf_stream *stream;      /* begun; NULL: every expert is resident */
     bool demand;                    /* the stream copies nothing before a layer is published */
     const uint8_t *const *resident; /* [layers * experts] blobs in the device's memory, NULL where streamed;
@@ -70,9 +79,8 @@ struct inf_pass {
     uint32_t *counts;               /* [layers * experts] out: tokens per expert, when the pass has ended */
     _Atomic bool *cancel;           /* looked at between layers; NULL: none */
 
-    /* Logits of tokens first_logit .. tokens - 1, in order, in blocks; first_logit >= tokens: none. */
-    uint32_t first_logit;
-    void (*on_logits)(void *ctx, uint32_t position, uint32_t rows, const float *logits);
+    /* Logits of a span's tokens from first_logit on: span after span, in order, in blocks of one span. */
+    void (*on_logits)(void *ctx, uint32_t span, uint32_t position, uint32_t rows, const float *logits);
     /* Routing of a layer: ids and weights [tokens][experts_used]. NULL: not wanted (it costs a wait a layer).
      */
     void (*on_routes)(void *ctx, uint32_t layer, uint32_t tokens, const uint32_t *ids, const float *weights);
@@ -108,13 +116,21 @@ struct inf_device_ops {
      * life of expertd, bring the same model on another mapping; -EINVAL if the shapes differ. */
     int (*set_model)(struct inf_device *d, const struct inf_model *model, struct shm_error *err);
 
-    /* Plans activations and one conversation's keys and values, allocates the former. *chunk and *ctx: as
-     * asked for (0: the device's choice), then what was planned; a chunk that does not fit becomes smaller.
-     */
-    int (*plan)(struct inf_device *d, uint32_t *chunk, uint32_t *ctx, struct shm_error *err);
+    /* Plans activations and the pool of keys and values, allocates the former. *chunk and *ctx: as asked for
+     * (0: the device's choice), then what was planned; a chunk that does not fit becomes smaller. *kv_tokens:
+     * tokens of the pool; 0: one conversation's ctx, or, for several, what memory allows. */
+    int (*plan)(struct inf_device *d, uint32_t conversations, uint32_t *chunk, uint32_t *ctx,
+                uint32_t *kv_tokens, struct shm_error *err);
 
-    int (*kv_create)(struct inf_device *d, uint32_t ctx, struct shm_error *err, struct inf_kv **ret_kv);
-    void (*kv_destroy)(struct inf_device *d, struct inf_kv **kv);
+    /* Memory of the pool's blocks, a whole number of them: zeroed, so that what was never written is finite.
+     * Token `position` of a sequence lies in row block[position / 128] * 128 + position % 128. */
+    int (*kv_open)(struct inf_device *d, uint32_t tokens, struct shm_error *err);
+    void (*kv_close)(struct inf_device *d);
+    /* A block's contents (all layers) to another one, before anything that is enqueued later. */
+    int (*kv_copy)(struct inf_device *d, uint32_t from, uint32_t to, struct shm_error *err);
+    /* A block's contents as kv_block_bytes bytes, in the form that kv_layout names. Between passes; wait. */
+    int (*kv_read)(struct inf_device *d, uint32_t block, void *to, struct shm_error *err);
+    int (*kv_write)(struct inf_device *d, uint32_t block, const void *from, struct shm_error *err);
 
     /* Steps. */
     int (*embed)(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);
@@ -145,6 +161,8 @@ struct inf_device {
     struct inf_phases phases; /* the device's own: context, modules */
     uint64_t activation_bytes, token_bytes; /* planned, in all and of each token of a chunk */
     uint64_t dense_bytes;                   /* copied to the device */
+    uint64_t kv_block_bytes;                /* of a block of keys and values; 0 before set_model */
+    char kv_layout[32];                     /* their form: other text, other bytes */
 };
 
 /* The host device: threads as in krn_pool_create. */

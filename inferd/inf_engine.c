@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_engine.h"
 
+#include "inferd/inf_kv.h"
+
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -106,6 +108,7 @@ static int end_search(struct search *s)
 static void forget(struct inf_engine *e)
 {
     inf_store_close(&e->store);
+    inf_kv_pool_destroy(&e->pool);
     inf_model_close(&e->model);
     inf_device_close(&e->device);
     inf_tokenizer_destroy(&e->tokenizer);
@@ -142,8 +145,10 @@ static int open_on(struct inf_engine *e, const struct inf_engine_config *config,
     at_ns = shm_now_ns();
     e->ctx = config->ctx;
     e->chunk = config->chunk > INF_CHUNK_MAX ? INF_CHUNK_MAX : config->chunk;
+    uint32_t kv_tokens = config->kv_tokens;
     if ((rc = e->device->ops->set_model(e->device, e->model, err)) ||
-        (rc = e->device->ops->plan(e->device, &e->chunk, &e->ctx, err)))
+        (rc = e->device->ops->plan(e->device, config->conversations, &e->chunk, &e->ctx, &kv_tokens, err)) ||
+        (rc = inf_kv_pool_create(e->device, kv_tokens, err, &e->pool)))
         return rc;
     e->chunk_planned = e->chunk;
     e->phases.dense_ns = shm_now_ns() - at_ns;

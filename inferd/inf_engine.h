@@ -15,6 +15,8 @@
 #include "inferd/inf_tokenizer.h"
 #include "shm/shm_word.h"
 
+struct inf_kv_pool;
+
 enum inf_device_choice {
     INF_DEVICE_AUTO = SHM_DEVICE_AUTO,
     INF_DEVICE_HOST = SHM_DEVICE_HOST,
@@ -25,9 +27,11 @@ enum inf_device_choice {
 
 struct inf_engine_config {
     struct inf_store_config store;
-    uint32_t threads; /* 0: as many as the process may run on */
-    uint32_t chunk;   /* most tokens in one pass; 0: the device's choice */
-    uint32_t ctx;     /* tokens of a conversation; 0: the model's context */
+    uint32_t threads;       /* 0: as many as the process may run on */
+    uint32_t chunk;         /* most tokens in one pass; 0: the device's choice */
+    uint32_t ctx;           /* tokens of a conversation; 0: the model's context */
+    uint32_t conversations; /* that share the pool of keys and values; 0 is 1 */
+    uint32_t kv_tokens;     /* of the pool; 0: ctx for one conversation, else the device's choice */
     enum inf_device_choice device;
     int gpu;      /* which one; -1: the first */
     bool profile; /* tell the GPU's steps apart (struct inf_times) */
@@ -38,6 +42,7 @@ struct inf_engine {
     struct inf_model *model;
     struct inf_tokenizer *tokenizer;
     struct inf_device *device;
+    struct inf_kv_pool *pool; /* of keys and values */
     uint32_t chunk, ctx;
     uint32_t chunk_planned; /* the largest that memory was planned for */
     char *chat_template;    /* copy, NUL-terminated, "" if there is none */

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_graph.h"
 
+#include "inferd/inf_kv.h"
 #include "inferd/inf_router.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+
+_Static_assert(INF_KV_BLOCK == KRN_KV_BLOCK, "one block for all");
 
 /* One piece of the plan: a pointer to set and how many bytes it needs. */
 struct piece {
@@ -119,17 +122,17 @@ static void lap(uint64_t *at, uint64_t *sum)
 void inf_graph_embed(struct inf_graph *g, const struct inf_pass *p)
 {
     uint64_t at = shm_now_ns();
-    for (uint32_t t = 0; t < p->tokens; t++)
-        g->positions[t] = p->position + t;
+    uint32_t row = 0;
+    for (uint32_t i = 0; i < p->spans; i++) {
+        const struct inf_pass_span *s = &p->span[i];
+        g->span[i] = (struct krn_kv_span){s->kv->block, s->position, s->tokens};
+        for (uint32_t t = 0; t < s->tokens; t++)
+            g->positions[row++] = s->position + t;
+    }
     krn_host_rope_table(g->host, g->positions, p->tokens, g->model->shape.head_dim,
                         g->model->hparams.rope_base, g->rope);
     krn_host_embed(g->host, &g->model->embed, p->ids, p->tokens, g->x);
     lap(&at, &g->times.head_ns);
-}
-
-static const struct krn_kv *kv_of(const struct inf_pass *p, uint32_t layer)
-{
-    return &((const struct inf_kv_host *)p->kv)->layer[layer];
 }
 
 void inf_graph_attention(struct inf_graph *g, const struct inf_pass *p, uint32_t layer)
@@ -145,8 +148,8 @@ void inf_graph_attention(struct inf_graph *g, const struct inf_pass *p, uint32_t
     krn_host_matmul(g->host, &l->v, g->normed, p->tokens, g->v);
     krn_host_head_norm_rope(g->host, g->q, l->q_norm, eps, g->rope, p->tokens, s->heads, s->head_dim);
     krn_host_head_norm_rope(g->host, g->k, l->k_norm, eps, g->rope, p->tokens, s->kv_heads, s->head_dim);
-    krn_host_kv_append(g->host, kv_of(p, layer), p->position, p->tokens, g->k, g->v);
-    krn_host_attention(g->host, kv_of(p, layer), p->position, p->tokens, s->heads, g->q, g->q);
+    krn_host_kv_append(g->host, &g->kv[layer], g->span, p->spans, g->k, g->v);
+    krn_host_attention(g->host, &g->kv[layer], g->span, p->spans, s->heads, g->q, g->q);
     krn_host_matmul(g->host, &l->output, g->q, p->tokens, g->normed);
     krn_host_add(g->host, g->normed, (size_t)p->tokens * s->hidden, g->x);
     lap(&at, &g->times.attention_ns);
@@ -287,18 +290,48 @@ int inf_graph_experts(struct inf_graph *g, const struct inf_pass *p, uint32_t la
     return 0;
 }
 
+/* Rows whose logits are made together: pieces of spans. */
+struct head {
+    struct run {
+        uint32_t span, position, rows;
+    } run[INF_LOGIT_ROWS];
+    uint32_t runs, rows;
+};
+
+static void make_logits(struct inf_graph *g, const struct inf_pass *p, struct head *h, uint64_t *at)
+{
+    if (!h->rows)
+        return;
+    krn_host_matmul(g->host, &g->model->head, g->normed, h->rows, g->logits);
+    lap(at, &g->times.head_ns);
+    const float *logits = g->logits;
+    for (uint32_t i = 0; p->on_logits && i < h->runs; i++) {
+        const struct run *r = &h->run[i];
+        p->on_logits(p->ctx, r->span, r->position, r->rows, logits);
+        logits += (size_t)r->rows * g->model->hparams.vocab;
+    }
+    *h = (struct head){0};
+    *at = shm_now_ns();
+}
+
 void inf_graph_head(struct inf_graph *g, const struct inf_pass *p)
 {
     const uint32_t hidden = g->model->shape.hidden;
+    struct head h = {0};
     uint64_t at = shm_now_ns();
-    for (uint32_t t = p->first_logit; t < p->tokens; t += INF_LOGIT_ROWS) {
-        uint32_t rows = p->tokens - t < INF_LOGIT_ROWS ? p->tokens - t : INF_LOGIT_ROWS;
-        krn_host_rmsnorm(g->host, g->x + (size_t)t * hidden, g->model->output_norm, g->model->hparams.rms_eps,
-                         rows, hidden, g->normed);
-        krn_host_matmul(g->host, &g->model->head, g->normed, rows, g->logits);
-        lap(&at, &g->times.head_ns);
-        if (p->on_logits)
-            p->on_logits(p->ctx, p->position + t, rows, g->logits);
-        at = shm_now_ns();
+    uint32_t first = 0; /* row of the span */
+    for (uint32_t i = 0; i < p->spans; first += p->span[i++].tokens) {
+        const struct inf_pass_span *s = &p->span[i];
+        for (uint32_t t = s->first_logit, rows; t < s->tokens; t += rows) {
+            const uint32_t room = INF_LOGIT_ROWS - h.rows;
+            rows = s->tokens - t < room ? s->tokens - t : room;
+            krn_host_rmsnorm(g->host, g->x + (size_t)(first + t) * hidden, g->model->output_norm,
+                             g->model->hparams.rms_eps, rows, hidden, g->normed + (size_t)h.rows * hidden);
+            h.run[h.runs++] = (struct run){i, s->position + t, rows};
+            h.rows += rows;
+            if (h.rows == INF_LOGIT_ROWS)
+                make_logits(g, p, &h, &at);
+        }
     }
+    make_logits(g, p, &h, &at);
 }

@@ -16,21 +16,16 @@
 
 #include "inferd/inf_device.h"
 
-/* Keys and values on the host: float32. */
-struct inf_kv_host {
-    struct inf_kv base;
-    void *memory; /* of all layers; pages come as they are used */
-    struct krn_kv layer[];
-};
-
 struct inf_graph {
     const struct inf_model *model;
     struct krn_pool *pool;
     struct krn_host *host;
+    const struct krn_kv *kv; /* [layers], the pool's; set before the first pass */
     uint32_t chunk;
     uint64_t bytes; /* planned and mapped */
     struct inf_times times;
 
+    struct krn_kv_span span[INF_SPANS_MAX]; /* of the pass */
     void *memory;
     float *x, *normed;                           /* [chunk][hidden] */
     float *q, *k, *v;                            /* [chunk][heads or kv_heads][head_dim] */

@@ -31,9 +31,10 @@ static void print_row(struct output *out, uint32_t position, const float *row)
     out->comma = true;
 }
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct output *out = ctx;
+    (void)piece;
     position -= out->first;
     if (out->hash)
         XXH3_64bits_update(out->state, logits, (size_t)rows * out->vocab * sizeof *logits);
@@ -43,10 +44,11 @@ static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *
     memcpy(out->last, logits + (size_t)(rows - 1) * out->vocab, out->vocab * sizeof *logits);
 }
 
-static void on_routes(void *ctx, uint32_t layer, uint32_t position, uint32_t tokens, const uint32_t *ids,
-                      const float *weights)
+static void on_routes(void *ctx, uint32_t piece, uint32_t layer, uint32_t position, uint32_t tokens,
+                      const uint32_t *ids, const float *weights)
 {
     struct output *out = ctx;
+    (void)piece;
     size_t at = ((size_t)layer * out->tokens + position - out->first) * out->used,
            n = (size_t)tokens * out->used;
     memcpy(out->ids + at, ids, n * sizeof *ids);
@@ -115,9 +117,10 @@ static int32_t greatest(const float *logits, uint32_t n, float *ret_margin)
     return (int32_t)best;
 }
 
-static void keep_last(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void keep_last(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct output *out = ctx;
+    (void)piece;
     (void)position;
     memcpy(out->last, logits + (size_t)(rows - 1) * out->vocab, out->vocab * sizeof *logits);
 }

@@ -68,10 +68,11 @@ static void on_progress(void *ctx, double tokens)
     r->shown_ns = now;
 }
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct running *r = ctx;
     size_t vocab = r->talk->engine->model->hparams.vocab;
+    (void)piece;
     (void)position;
     if (r->hash)
         XXH3_64bits_update(r->hash, logits, rows * vocab * sizeof *logits);
@@ -231,8 +232,9 @@ static void report_memory(const struct inf_talk *t, FILE *f)
             "tokens), "
             "ring %.1f MiB (%u slots), residents %.1f MiB\n",
             (double)d->activation_bytes / 1048576, e->chunk, (double)d->token_bytes / 1024,
-            (double)t->conversation->kv->bytes / 1048576, e->ctx, (double)e->store.ring.bytes / 1048576,
-            e->store.layout.geometry.ring, (double)e->store.resident_bytes / 1048576);
+            (double)(e->pool->blocks * e->device->kv_block_bytes) / 1048576, e->ctx,
+            (double)e->store.ring.bytes / 1048576, e->store.layout.geometry.ring,
+            (double)e->store.resident_bytes / 1048576);
     fprintf(f,
             "start: context %.1f, modules %.1f, attach %.1f, dense weights %.1f (%.1f MiB), ready %.1f ms; "
             "beside "
@@ -338,8 +340,8 @@ json_t *inf_turn_json(const struct inf_talk *t, const struct inf_turn *turn)
                         json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "activation_bytes",
                                   (json_int_t)e->device->activation_bytes, "activation_token_bytes",
                                   (json_int_t)e->device->token_bytes, "chunk", (json_int_t)e->chunk,
-                                  "kv_bytes", (json_int_t)t->conversation->kv->bytes, "ring_bytes",
-                                  (json_int_t)e->store.ring.bytes, "resident_bytes",
+                                  "kv_bytes", (json_int_t)(e->pool->blocks * e->device->kv_block_bytes),
+                                  "ring_bytes", (json_int_t)e->store.ring.bytes, "resident_bytes",
                                   (json_int_t)e->store.resident_bytes));
     if (t->options->hash) {
         char text[17];

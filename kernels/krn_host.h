@@ -88,12 +88,14 @@ void krn_host_head_norm_rope(struct krn_host *host, float *x, const float *weigh
                              const float *table, uint32_t tokens, uint32_t heads, uint32_t head_dim);
 
 /*
- * KV of one layer. ctx = capacity in tokens (multiple of KRN_KV_ALIGN).
+ * KV of one layer, of all sequences. ctx = capacity in tokens (multiple of KRN_KV_ALIGN).
  * k: [kv_heads][ctx/16][head_dim][16], keys transposed in blocks of 16 so
  *    that 16 keys' scores are one vector; v: [kv_heads][ctx][head_dim].
  * Memory is the caller's and needs no clearing: nothing beyond the appended
  * positions is used. Truncating = appending at a smaller position.
+ * Position p of a sequence lies in row block[p / KRN_KV_BLOCK] * KRN_KV_BLOCK + p % KRN_KV_BLOCK.
  */
+#define KRN_KV_BLOCK 128u
 struct krn_kv {
     float *k, *v;
     uint32_t ctx, kv_heads, head_dim;
@@ -104,15 +106,28 @@ struct krn_kv {
 int krn_host_kv_size(uint32_t ctx, uint32_t kv_heads, uint32_t head_dim, uint32_t *ret_ctx,
                      size_t *ret_floats_each);
 
-/* Writes tokens at positions pos0 .. pos0+tokens-1; k, v [tokens][kv_heads][hd]. */
-void krn_host_kv_append(struct krn_host *host, const struct krn_kv *kv, uint32_t pos0, uint32_t tokens,
-                        const float *k, const float *v);
+/* Consecutive tokens of one sequence, at positions pos0 .. pos0+tokens-1. The rows of a call are those of its
+ * spans, one span after the other; no two spans write to one block. */
+struct krn_kv_span {
+    const uint32_t *block; /* NULL: block i is i */
+    uint32_t pos0, tokens;
+};
 
-/* Causal attention: token t (position pos0 + t) sees keys 0 .. pos0+t, which
- * were appended before. q, y [tokens][heads][hd]; query head h uses KV head
+/* k, v [rows][kv_heads][hd]. */
+void krn_host_kv_append(struct krn_host *host, const struct krn_kv *kv, const struct krn_kv_span *span,
+                        uint32_t spans, const float *k, const float *v);
+
+/* Causal attention: a token sees its sequence's keys up to its own position,
+ * which were appended before. q, y [rows][heads][hd]; query head h uses KV head
  * h / (heads / kv_heads). Scores are scaled by 1/sqrt(hd). y may be q. */
-void krn_host_attention(struct krn_host *host, const struct krn_kv *kv, uint32_t pos0, uint32_t tokens,
-                        uint32_t heads, const float *q, float *y);
+void krn_host_attention(struct krn_host *host, const struct krn_kv *kv, const struct krn_kv_span *span,
+                        uint32_t spans, uint32_t heads, const float *q, float *y);
+
+/* A sequence's row of a position. */
+static inline uint32_t krn_kv_row(const uint32_t *block, uint32_t position)
+{
+    return block ? block[position / KRN_KV_BLOCK] * KRN_KV_BLOCK + position % KRN_KV_BLOCK : position;
+}
 
 /* Softmax over all experts, then the top_k most probable (ties: lower id
  * first), most probable first; renorm: weights divided by their sum.

@@ -94,10 +94,43 @@ int krn_host_kv_size(uint32_t ctx, uint32_t kv_heads, uint32_t head_dim, uint32_
     return 0;
 }
 
+/* Tasks of a call, span by span: `each` rows a task, for every KV head. Of a span the last rows come first:
+ * they see most. */
+struct span_tasks {
+    const struct krn_kv_span *span;
+    uint32_t kv_heads, rows_a_token, each;
+};
+
+static uint32_t tasks_of(const struct span_tasks *s, const struct krn_kv_span *span)
+{
+    return (uint32_t)(((uint64_t)span->tokens * s->rows_a_token + s->each - 1) / s->each) * s->kv_heads;
+}
+
+/* Its span, the tokens of the spans before that one, and which of the span's tasks it is. */
+static const struct krn_kv_span *find_task(const struct span_tasks *s, uint32_t *task, size_t *ret_before)
+{
+    const struct krn_kv_span *span = s->span;
+    size_t before = 0;
+    for (uint32_t n; *task >= (n = tasks_of(s, span)); span++) {
+        *task -= n;
+        before += span->tokens;
+    }
+    *ret_before = before;
+    return span;
+}
+
+static uint32_t all_tasks(const struct span_tasks *s, uint32_t spans)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < spans; i++)
+        n += tasks_of(s, &s->span[i]);
+    return n;
+}
+
 struct kv_arg {
     const struct krn_kv *kv;
     const float *k, *v;
-    uint32_t pos0, tokens, blocks;
+    struct span_tasks tasks;
 };
 
 #define APPEND_TOKENS 64
@@ -107,22 +140,25 @@ static void append_task(void *p, uint32_t task, uint32_t thread)
     (void)thread;
     const struct kv_arg *a = p;
     const struct krn_kv *kv = a->kv;
-    uint32_t hd = kv->head_dim, head = task / a->blocks, t0 = task % a->blocks * APPEND_TOKENS;
+    size_t before;
+    const struct krn_kv_span *span = find_task(&a->tasks, &task, &before);
+    uint32_t hd = kv->head_dim, head = task % kv->kv_heads, t0 = task / kv->kv_heads * APPEND_TOKENS;
     float *k = kv->k + (size_t)head * kv->ctx * hd, *v = kv->v + (size_t)head * kv->ctx * hd;
-    for (uint32_t t = t0; t < a->tokens && t < t0 + APPEND_TOKENS; t++) {
-        size_t pos = (size_t)a->pos0 + t, from = ((size_t)t * kv->kv_heads + head) * hd;
-        float *column = k + pos / 16 * 16 * hd + pos % 16;
+    for (uint32_t t = t0; t < span->tokens && t < t0 + APPEND_TOKENS; t++) {
+        size_t row = krn_kv_row(span->block, span->pos0 + t),
+               from = ((before + t) * kv->kv_heads + head) * hd;
+        float *column = k + row / 16 * 16 * hd + row % 16;
         for (uint32_t d = 0; d < hd; d++)
             column[(size_t)d * 16] = a->k[from + d];
-        memcpy(v + pos * hd, a->v + from, hd * sizeof *v);
+        memcpy(v + row * hd, a->v + from, hd * sizeof *v);
     }
 }
 
-void krn_host_kv_append(struct krn_host *host, const struct krn_kv *kv, uint32_t pos0, uint32_t tokens,
-                        const float *k, const float *v)
+void krn_host_kv_append(struct krn_host *host, const struct krn_kv *kv, const struct krn_kv_span *span,
+                        uint32_t spans, const float *k, const float *v)
 {
-    struct kv_arg a = {kv, k, v, pos0, tokens, krn_div_up(tokens, APPEND_TOKENS)};
-    krn_pool_run(host->pool, a.blocks * kv->kv_heads, append_task, &a);
+    struct kv_arg a = {kv, k, v, {span, kv->kv_heads, 1, APPEND_TOKENS}};
+    krn_pool_run(host->pool, all_tasks(&a.tasks, spans), append_task, &a);
 }
 
 struct attn_arg {
@@ -130,7 +166,8 @@ struct attn_arg {
     const struct krn_kv *kv;
     const float *q;
     float *y;
-    uint32_t pos0, tokens, heads, group, rows_per_task, blocks;
+    uint32_t heads;
+    struct span_tasks tasks;
 };
 
 /* The rows of a KV head: (token, head of its group), tokens ascending. */
@@ -138,33 +175,29 @@ static void attn_task(void *p, uint32_t task, uint32_t thread)
 {
     (void)thread;
     const struct attn_arg *a = p;
-    uint32_t hd = a->kv->head_dim, kv_head = task % a->kv->kv_heads;
-    uint64_t block = a->blocks - 1 - task / a->kv->kv_heads; /* the longest first */
-    uint64_t row0 = block * a->rows_per_task, rows = (uint64_t)a->tokens * a->group;
+    size_t before;
+    const struct krn_kv_span *span = find_task(&a->tasks, &task, &before);
+    const uint32_t hd = a->kv->head_dim, kv_heads = a->kv->kv_heads, kv_head = task % kv_heads,
+                   group = a->tasks.rows_a_token, each = a->tasks.each;
+    const uint64_t block = tasks_of(&a->tasks, span) / kv_heads - 1 - task / kv_heads,
+                   rows = (uint64_t)span->tokens * group;
     const float *q[KRN_ATTN_ROWS];
     float *y[KRN_ATTN_ROWS];
     uint32_t pos[KRN_ATTN_ROWS], n = 0;
-    for (uint64_t r = row0; r < rows && n < a->rows_per_task; r++, n++) {
-        uint64_t t = r / a->group, head = (uint64_t)kv_head * a->group + r % a->group;
-        q[n] = a->q + (t * a->heads + head) * hd;
-        y[n] = a->y + (t * a->heads + head) * hd;
-        pos[n] = a->pos0 + (uint32_t)t;
+    for (uint64_t r = block * each; r < rows && n < each; r++, n++) {
+        size_t at = ((before + r / group) * a->heads + (uint64_t)kv_head * group + r % group) * hd;
+        q[n] = a->q + at;
+        y[n] = a->y + at;
+        pos[n] = span->pos0 + (uint32_t)(r / group);
     }
-    a->host->ops->attn(a->kv, kv_head, q, pos, n, y);
+    a->host->ops->attn(a->kv, span->block, kv_head, q, pos, n, y);
 }
 
-void krn_host_attention(struct krn_host *host, const struct krn_kv *kv, uint32_t pos0, uint32_t tokens,
-                        uint32_t heads, const float *q, float *y)
+void krn_host_attention(struct krn_host *host, const struct krn_kv *kv, const struct krn_kv_span *span,
+                        uint32_t spans, uint32_t heads, const float *q, float *y)
 {
-    if (tokens == 0)
-        return;
-    struct attn_arg a = {
-        .host = host, .kv = kv, .pos0 = pos0, .tokens = tokens, .heads = heads, .q = q, .y = y};
-    a.group = heads / kv->kv_heads;
-    uint64_t rows = (uint64_t)tokens * a.group;
-    a.rows_per_task = KRN_ATTN_ROWS;
-    while (a.rows_per_task > 1 && rows / a.rows_per_task * kv->kv_heads < host->threads && host->threads > 1)
-        a.rows_per_task /= 2;
-    a.blocks = (uint32_t)((rows + a.rows_per_task - 1) / a.rows_per_task);
-    krn_pool_run(host->pool, a.blocks * kv->kv_heads, attn_task, &a);
+    struct attn_arg a = {host, kv, q, y, heads, {span, kv->kv_heads, heads / kv->kv_heads, KRN_ATTN_ROWS}};
+    while (a.tasks.each > 1 && all_tasks(&a.tasks, spans) < host->threads)
+        a.tasks.each /= 2;
+    krn_pool_run(host->pool, all_tasks(&a.tasks, spans), attn_task, &a);
 }

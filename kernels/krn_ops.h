@@ -34,9 +34,10 @@ struct krn_ops {
     /* Softmax of n finite values in place; x has room up to a multiple of 16. */
     void (*softmax)(float *x, uint32_t n);
 
-    /* Rows of one KV head, ascending positions: row i sees keys 0 .. pos[i]. y[i] may be q[i]. */
-    void (*attn)(const struct krn_kv *kv, uint32_t kv_head, const float *const *q, const uint32_t *pos,
-                 uint32_t rows, float *const *y);
+    /* Rows of one KV head of a sequence, ascending positions: row i sees keys 0 .. pos[i]. block: as in
+     * krn_kv_span. y[i] may be q[i]. */
+    void (*attn)(const struct krn_kv *kv, const uint32_t *block, uint32_t kv_head, const float *const *q,
+                 const uint32_t *pos, uint32_t rows, float *const *y);
 };
 
 extern const struct krn_ops krn_ops_baseline, krn_ops_v3, krn_ops_v4;
@@ -45,8 +46,8 @@ extern const struct krn_ops krn_ops_baseline, krn_ops_v3, krn_ops_v4;
 #define KRN_CAT2(a, b) a##b
 #define KRN_CAT(a, b)  KRN_CAT2(a, b)
 #ifdef KRN_ISA
-void KRN_CAT(krn_attn_, KRN_ISA)(const struct krn_kv *kv, uint32_t kv_head, const float *const *q,
-                                 const uint32_t *pos, uint32_t rows, float *const *y);
+void KRN_CAT(krn_attn_, KRN_ISA)(const struct krn_kv *kv, const uint32_t *block, uint32_t kv_head,
+                                 const float *const *q, const uint32_t *pos, uint32_t rows, float *const *y);
 #endif
 
 #endif

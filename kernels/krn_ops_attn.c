@@ -25,6 +25,8 @@ struct row {
     float max, sum;
 };
 
+_Static_assert(KRN_KV_BLOCK % KRN_ATTN_BLOCK == 0, "keys of a step follow each other in memory");
+
 /* s[t][0..64) = q[t] . keys of the block. kb: the block's first key in the transposed layout. */
 INLINE void scores(const float *const *q, const float *kb, uint32_t hd, float s[][KRN_ATTN_BLOCK],
                    const int T)
@@ -132,8 +134,8 @@ static void soften(float *s, uint32_t n, float scale, uint32_t hd, struct row *r
     row->sum += block_sum;
 }
 
-void KRN_CAT(krn_attn_, KRN_ISA)(const struct krn_kv *kv, uint32_t kv_head, const float *const *q,
-                                 const uint32_t *pos, uint32_t rows, float *const *y)
+void KRN_CAT(krn_attn_, KRN_ISA)(const struct krn_kv *kv, const uint32_t *block, uint32_t kv_head,
+                                 const float *const *q, const uint32_t *pos, uint32_t rows, float *const *y)
 {
     const uint32_t hd = kv->head_dim;
     const float *k = kv->k + (size_t)kv_head * kv->ctx * hd, *v = kv->v + (size_t)kv_head * kv->ctx * hd;
@@ -146,7 +148,8 @@ void KRN_CAT(krn_attn_, KRN_ISA)(const struct krn_kv *kv, uint32_t kv_head, cons
         row[i] = (struct row){-INFINITY, 0.0f};
     }
     for (uint32_t key = 0; key <= pos[rows - 1]; key += KRN_ATTN_BLOCK) {
-        const float *kb = k + (size_t)key * hd, *vb = v + (size_t)key * hd;
+        const size_t at = (size_t)krn_kv_row(block, key) * hd; /* a step lies in one block */
+        const float *kb = k + at, *vb = v + at;
         for (uint32_t i = 0; i < rows;) {
             if (pos[i] < key) {
                 i++;

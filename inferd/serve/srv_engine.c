@@ -53,7 +53,7 @@ void srv_engine_publish(struct srv_engine *e)
         t->conversation[i].tokens = e->slots[i].conversation->n;
         t->conversation[i].used_ns = e->slots[i].used_ns;
         t->conversation[i].busy = e->slots[i].busy;
-        t->kv_bytes += e->slots[i].conversation->kv->bytes;
+        t->kv_bytes += inf_kv_bytes(e->slots[i].conversation->kv);
     }
     pthread_mutex_unlock(&e->lock);
 }
@@ -89,6 +89,7 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
                         o->engine.store.cancel, instance, err);
         o->engine.store.instance = instance;
     }
+    o->engine.conversations = e->config.conversations;
     if (rc || (rc = inf_engine_open(&o->engine, err, &e->engine)))
         return rc;
     e->logits = calloc(e->engine->model->hparams.vocab, sizeof *e->logits);

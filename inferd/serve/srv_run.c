@@ -20,10 +20,11 @@ struct run {
     bool generated;    /* being read */
 };
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct run *r = ctx;
     size_t vocab = r->e->info.vocab;
+    (void)piece;
     (void)position;
     memcpy(r->e->logits, logits + (rows - 1) * vocab, vocab * sizeof *logits);
 }

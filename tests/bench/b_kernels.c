@@ -205,13 +205,15 @@ static void run_rope(void *p)
 static void run_append(void *p)
 {
     struct state *st = p;
-    krn_host_kv_append(st->host, &st->kv, st->pos0, st->tokens, st->kk, st->vv);
+    krn_host_kv_append(st->host, &st->kv, &(struct krn_kv_span){NULL, st->pos0, st->tokens}, 1, st->kk,
+                       st->vv);
 }
 
 static void run_attn(void *p)
 {
     struct state *st = p;
-    krn_host_attention(st->host, &st->kv, st->pos0, st->tokens, st->d.s.heads, st->qv, st->att);
+    krn_host_attention(st->host, &st->kv, &(struct krn_kv_span){NULL, st->pos0, st->tokens}, 1, st->d.s.heads,
+                       st->qv, st->att);
 }
 
 static void run_router(void *p)

@@ -68,9 +68,10 @@ struct seen {
     struct inf_stream_sum sum;
 };
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     struct seen *s = ctx;
+    (void)piece;
     (void)position;
     s->rows += rows;
     memcpy(s->last, logits + (size_t)(rows - 1) * s->vocab, s->vocab * sizeof *logits);
@@ -78,10 +79,11 @@ static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *
         s->hash = XXH3_64bits_withSeed(logits + (size_t)r * s->vocab, s->vocab * sizeof *logits, s->hash);
 }
 
-static void on_routes(void *ctx, uint32_t layer, uint32_t position, uint32_t tokens, const uint32_t *ids,
-                      const float *weights)
+static void on_routes(void *ctx, uint32_t piece, uint32_t layer, uint32_t position, uint32_t tokens,
+                      const uint32_t *ids, const float *weights)
 {
     struct seen *s = ctx;
+    (void)piece;
     (void)weights;
     for (size_t i = 0; s->routes && i < (size_t)tokens * 8; i++)
         s->routes[((size_t)layer * s->tokens + position) * 8 + i] = (uint8_t)ids[i];

@@ -266,6 +266,18 @@ static struct krn_kv make_kv(uint32_t ctx, uint32_t kv_heads, uint32_t hd)
     return kv;
 }
 
+static void append(struct krn_host *h, const struct krn_kv *kv, uint32_t pos0, uint32_t tokens,
+                   const float *k, const float *v)
+{
+    krn_host_kv_append(h, kv, &(struct krn_kv_span){NULL, pos0, tokens}, 1, k, v);
+}
+
+static void attend(struct krn_host *h, const struct krn_kv *kv, uint32_t pos0, uint32_t tokens,
+                   uint32_t heads, const float *q, float *y)
+{
+    krn_host_attention(h, kv, &(struct krn_kv_span){NULL, pos0, tokens}, 1, heads, q, y);
+}
+
 static void free_kv(struct krn_kv *kv)
 {
     free(kv->k);
@@ -287,13 +299,13 @@ EACH_ISA(attention_parity)
             float *k = krn_rand_floats(&rng, all * row, 1), *v = krn_rand_floats(&rng, all * row, 1);
             float *q = krn_rand_floats(&rng, n, 3), *y = poison(n), *want = poison(n);
             struct krn_kv kv = make_kv(all, kvh, hd);
-            krn_host_kv_append(host, &kv, 0, pos0, k, v);
-            krn_host_kv_append(host, &kv, pos0, T, k + pos0 * row, v + pos0 * row);
-            krn_host_attention(host, &kv, pos0, T, heads, q, y);
+            append(host, &kv, 0, pos0, k, v);
+            append(host, &kv, pos0, T, k + pos0 * row, v + pos0 * row);
+            attend(host, &kv, pos0, T, heads, q, y);
             krn_ref_attention(k, v, kvh, hd, pos0, T, heads, q, want);
             near(y, want, n, 2e-5, "attention");
             memcpy(want, q, n * 4);
-            krn_host_attention(host, &kv, pos0, T, heads, want, want);
+            attend(host, &kv, pos0, T, heads, want, want);
             same(want, y, n, "attention in place");
             free_kv(&kv);
             free(k);
@@ -316,8 +328,8 @@ EACH_ISA(attention_bits)
         float *k = krn_rand_floats(&rng, T * row, 1), *v = krn_rand_floats(&rng, T * row, 1);
         float *q = krn_rand_floats(&rng, T * out, 4), *y = poison(T * out), *z = poison(T * out);
         struct krn_kv kv = make_kv(T + 300, kvh, hd);
-        krn_host_kv_append(hosts[0], &kv, 0, T, k, v);
-        krn_host_attention(hosts[0], &kv, 0, T, heads, q, y);
+        append(hosts[0], &kv, 0, T, k, v);
+        attend(hosts[0], &kv, 0, T, heads, q, y);
         free_kv(&kv);
         for (int c = 0; c < 5; c++)
             for (int h = 0; h < 3; h++) {
@@ -325,8 +337,8 @@ EACH_ISA(attention_bits)
                 memset(z, 0xff, T * out * 4);
                 for (uint32_t p = 0; p < T; p += chunks[c]) {
                     uint32_t n = T - p < chunks[c] ? T - p : chunks[c];
-                    krn_host_kv_append(hosts[h], &kv, p, n, k + p * row, v + p * row);
-                    krn_host_attention(hosts[h], &kv, p, n, heads, q + p * out, z + p * out);
+                    append(hosts[h], &kv, p, n, k + p * row, v + p * row);
+                    attend(hosts[h], &kv, p, n, heads, q + p * out, z + p * out);
                 }
                 same(z, y, T * out, "attention in chunks");
                 free_kv(&kv);
@@ -540,7 +552,7 @@ Test(kernels, v3_and_v4_agree)
         pos[i] = 120 + i;
     }
     for (int i = 0; i < 2; i++)
-        (i ? b : a)->attn(&kv, 0, q, pos, 7,
+        (i ? b : a)->attn(&kv, NULL, 0, q, pos, 7,
                           (float *const[]){o[i][0], o[i][1], o[i][2], o[i][3], o[i][4], o[i][5], o[i][6]});
     cr_assert(memcmp(o[0], o[1], sizeof o[0]) == 0);
     free(w);

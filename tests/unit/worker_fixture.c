@@ -165,7 +165,9 @@ void fix_worker_start(const struct fix_arena *arena, const struct fix_setup *set
     REQUIRE(inf_model_open(&s->arena, &err, &e->model) == 0, &err);
     REQUIRE(e->device->ops->set_model(e->device, e->model, &err) == 0, &err);
     e->chunk = set->chunk ? set->chunk : e->model->hparams.context;
-    REQUIRE(e->device->ops->plan(e->device, &e->chunk, &e->ctx, &err) == 0, &err);
+    uint32_t kv_tokens = set->kv_tokens;
+    REQUIRE(e->device->ops->plan(e->device, 1, &e->chunk, &e->ctx, &kv_tokens, &err) == 0, &err);
+    REQUIRE(inf_kv_pool_create(e->device, kv_tokens, &err, &e->pool) == 0, &err);
 }
 
 void fix_worker_stop(struct fix_worker *w)
@@ -176,5 +178,6 @@ void fix_worker_stop(struct fix_worker *w)
     inf_model_close(&e->model);
     e->store.arena_base = NULL;
     inf_store_close(&e->store);
+    inf_kv_pool_destroy(&e->pool);
     inf_device_close(&e->device);
 }

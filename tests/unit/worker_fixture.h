@@ -24,7 +24,7 @@ void fix_arena_free(struct fix_arena *arena);
 struct fix_setup {
     uint32_t ring, policy, order, depth, floor, resident;
     double link_gbps;
-    uint32_t threads, chunk;
+    uint32_t threads, chunk, kv_tokens;
     bool poison;
 };
 
