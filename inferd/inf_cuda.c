@@ -52,6 +52,7 @@ static void cuda_close(struct inf_device *d)
             krn_cuda.stream_synchronize(c->stream);
         if (c->stream)
             krn_cuda.stream_destroy(c->stream);
+        c->stream = NULL;
         if (c->aux)
             krn_cuda.stream_destroy(c->aux);
         inf_cuda_kv_close(d);

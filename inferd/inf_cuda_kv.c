@@ -64,7 +64,11 @@ int inf_cuda_kv_open(struct inf_device *d, uint32_t tokens, struct shm_error *er
 void inf_cuda_kv_close(struct inf_device *d)
 {
     struct inf_cuda *c = inf_cuda_of(d);
+    if (c->broken && c->stream)
+        return; /* what is enqueued may still write there: freed when the device is closed */
     if (krn_cuda_enter(c->gpu) == 0) {
+        if (c->stream)
+            krn_cuda.stream_synchronize(c->stream);
         if (c->kv_memory)
             krn_cuda.mem_free(c->kv_memory);
         if (c->kv_stage)
