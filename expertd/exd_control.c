@@ -67,7 +67,7 @@ static int attach(struct exd_daemon *d, const struct prt_attach_request *request
     struct exd_session *session;
     int rc = exd_daemon_add_session(d, request, &session, err);
     if (rc < 0) {
-        atomic_fetch_add_explicit(&store->refused, 1, memory_order_relaxed);
+        shm_counter_add(&store->counters.refused, 1);
         char who[32];
         snprintf(who, sizeof(who), "process %u", request->pid);
         log_refusal(d, who, shm_error_text(err));
@@ -75,7 +75,7 @@ static int attach(struct exd_daemon *d, const struct prt_attach_request *request
     }
     struct exd_session_settings settings = exd_session_settings(session);
     reply->session = exd_session_number(session);
-    reply->arena_generation = atomic_load_explicit(&store->arena_generation, memory_order_relaxed);
+    reply->arena_generation = shm_counter_get(&store->counters.arena_generation);
     reply->arena_bytes = store->arena_bytes;
     reply->store_epoch = exd_store_epoch(d->store);
     memcpy(reply->arena_path, store->arena_path, sizeof(reply->arena_path));
@@ -100,7 +100,7 @@ static int detach(struct exd_daemon *d, const struct prt_detach_request *request
                              request->pid);
     exd_log(EXD_LOG_INFO, "worker %s (pid %d) detached", exd_session_name(session),
             (int)exd_session_pid(session));
-    atomic_fetch_add_explicit(&exd_store_segment(d->store)->detaches, 1, memory_order_relaxed);
+    shm_counter_add(&exd_store_segment(d->store)->counters.detaches, 1);
     exd_daemon_close_session(d, index, NULL);
     return 0;
 }

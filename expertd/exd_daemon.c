@@ -22,6 +22,8 @@ enum source { ON_SIGNAL, ON_TIMER, ON_CONTROL, ON_WAKE, ON_STARTED, ON_LOADED, O
 #define SOURCE_BITS 8
 
 #define HEARTBEAT_NS  INT64_C(1000000000)
+#define LOOK_BEATS    60
+#define LOOK_MAX_NS   UINT64_C(5000000)
 #define DRAIN_POLL_MS 10 /* how often busy issuers are looked at while draining */
 #define CLOSE_WAIT_NS                                                                                        \
     UINT64_C(8000000000) /* of all sessions at the end; an issuer gives its link up after 5 s */
@@ -149,7 +151,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
     d->session[index] = session;
     exd_store_set_worker(d->store, index, request, d->sessions, exd_session_name(session),
                          exd_session_gpu(session));
-    atomic_fetch_add_explicit(&exd_store_segment(d->store)->attaches, 1, memory_order_relaxed);
+    shm_counter_add(&exd_store_segment(d->store)->counters.attaches, 1);
     exd_log(EXD_LOG_INFO, "worker %s (pid %u) attached: session %llu, ring of %u slots",
             exd_session_name(session), request->pid, (unsigned long long)d->sessions, request->ring);
     *ret_session = session;
@@ -163,7 +165,7 @@ static void on_peer(struct exd_daemon *d, uint64_t number)
             exd_log(EXD_LOG_INFO, "worker %s (pid %d) has ended: session %llu closed",
                     exd_session_name(d->session[i]), (int)exd_session_pid(d->session[i]),
                     (unsigned long long)number);
-            atomic_fetch_add_explicit(&exd_store_segment(d->store)->deaths, 1, memory_order_relaxed);
+            shm_counter_add(&exd_store_segment(d->store)->counters.deaths, 1);
             exd_daemon_close_session(d, i, NULL);
             return;
         }
@@ -181,6 +183,7 @@ static void on_wake(struct exd_daemon *d)
             exd_log(EXD_LOG_WARNING, "worker %s (pid %d) is detached: %s", exd_session_name(d->session[i]),
                     (int)exd_session_pid(d->session[i]), line.text);
             exd_store_detail(d->store, line.text);
+            shm_counter_add(&exd_store_segment(d->store)->counters.faults, 1);
             exd_daemon_close_session(d, i, line.text);
         }
 }
@@ -215,6 +218,16 @@ void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, con
             exd_session_drain(d->session[i], "expertd is draining: read again when it is back");
 }
 
+/* With the beat after something changed, then once a minute where that is cheap. */
+static void look_at_memory(struct exd_daemon *d)
+{
+    if (!d->serving || (!d->look_soon && (++d->beats < LOOK_BEATS || d->look_ns > LOOK_MAX_NS)))
+        return;
+    d->look_soon = false;
+    d->beats = 0;
+    d->look_ns = exd_start_look(&d->start);
+}
+
 /* The start-up thread is done: the arena is there, or an error ends us. */
 static void on_started(struct exd_daemon *d)
 {
@@ -238,8 +251,9 @@ static void on_started(struct exd_daemon *d)
              view->catalog->hparams.name);
     memcpy(s->fingerprint, view->arena->fingerprint, sizeof(s->fingerprint));
     s->arena_bytes = info.bytes;
-    atomic_store_explicit(&s->arena_generation, info.generation, memory_order_relaxed);
-    atomic_store_explicit(&s->adopted, info.found == EXD_FOUND_ADOPTED, memory_order_relaxed);
+    shm_counter_set(&s->counters.arena_bytes, info.bytes);
+    shm_counter_set(&s->counters.arena_generation, info.generation);
+    shm_counter_set(&s->counters.arena_adopted, info.found == EXD_FOUND_ADOPTED);
     atomic_store_explicit(&s->pinned, info.pinned, memory_order_relaxed);
     atomic_store_explicit(&s->huge_pages, info.huge, memory_order_relaxed);
     snprintf(s->device, sizeof(s->device), "%s", exd_device_text(d->start.device));
@@ -255,10 +269,11 @@ static void on_started(struct exd_daemon *d)
         return;
     }
     d->serving = true;
+    d->look_soon = true;
     if (!d->draining)
         exd_store_set_state(d->store, d->start.loader ? SHM_STORE_LOADING : SHM_STORE_SERVING);
     if (!d->start.loader)
-        atomic_store_explicit(&s->ready_ns, shm_now_ns() - d->began_ns, memory_order_relaxed);
+        shm_counter_set(&s->counters.ready_ns, shm_now_ns() - d->began_ns);
     exd_log(EXD_LOG_INFO, "instance %s takes workers: %s, %u layers x %u experts, arena %s (%s)%s%s",
             d->paths.instance, s->model_name[0] ? s->model_name : d->model_path,
             view->catalog->hparams.layers, view->catalog->hparams.experts, s->arena_path,
@@ -284,7 +299,11 @@ static void on_loaded(struct exd_daemon *d)
         return;
     }
     struct shm_store *s = exd_store_segment(d->store);
-    atomic_store_explicit(&s->ready_ns, shm_now_ns() - d->began_ns, memory_order_relaxed);
+    shm_counter_set(&s->counters.ready_ns, shm_now_ns() - d->began_ns);
+    shm_counter_set(&s->counters.io_reads, stats.reads);
+    shm_counter_set(&s->counters.io_retries, stats.retries);
+    shm_counter_set(&s->counters.io_bytes, stats.bytes_read);
+    d->look_soon = true;
     if (!d->draining)
         exd_store_set_state(d->store, SHM_STORE_SERVING);
     exd_log(EXD_LOG_INFO, "loaded %.2f GB in %.2f s (%.2f GB/s)", (double)stats.bytes_wanted / 1e9,
@@ -333,6 +352,7 @@ static void dispatch(struct exd_daemon *d, uint64_t what)
         ignored = read(d->timer_fd, &count, sizeof(count));
         (void)ignored;
         atomic_store_explicit(&exd_store_segment(d->store)->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
+        look_at_memory(d);
         break;
     case ON_CONTROL:
         exd_control_handle(d);

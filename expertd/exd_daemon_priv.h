@@ -64,9 +64,16 @@ struct exd_daemon {
     uint64_t drain_deadline_ns;
     uint64_t refusals_since_ns; /* see log_refusal */
     uint32_t refusals;
+    bool look_soon;   /* at the arena's memory */
+    uint32_t beats;   /* since it was looked at */
+    uint64_t look_ns; /* what that took */
     int exit_status;
     _Alignas(8) uint8_t message[PRT_MESSAGE_MAX];
 };
+
+/* exd_start.c. Counts what the kernel says of the arena's memory; returns the nanoseconds that took. Not
+ * while the start-up thread runs. */
+uint64_t exd_start_look(struct exd_start *s);
 
 /* exd_start.c. begin: starts the thread. cancel: ends it and the loading soon. finish: joins the thread and
  * returns its status. loaded: gives back what only the loading needed. destroy: joins, and gives everything

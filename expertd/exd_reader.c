@@ -269,6 +269,7 @@ int exd_reader_open(const struct exd_reader_config *config, const struct exd_rea
     if (!reader)
         return shm_error_set(err, ENOMEM, "no memory for the file reader; free some");
     reader->faults = config->faults;
+    reader->live_reads = config->live_reads;
     reader->files = calloc(n_files, sizeof *reader->files);
     if (!reader->files) {
         r = shm_error_set(err, ENOMEM, "no memory for %u open files; free some", n_files);
@@ -285,6 +286,8 @@ int exd_reader_open(const struct exd_reader_config *config, const struct exd_rea
     r = choose_backend(reader, config, io, refused_direct, err);
     if (r < 0)
         goto close_reader;
+    if (config->live_depth)
+        atomic_store_explicit(config->live_depth, reader->depth, memory_order_relaxed);
     *ret_reader = reader;
     return 0;
 close_reader:

@@ -73,6 +73,8 @@ struct exd_reader_config {
     uint32_t threads;                       /* workers; 0 = io_uring: min(2, cores), pread: 4 */
     bool buffered;                          /* no O_DIRECT */
     const struct exd_reader_faults *faults; /* must outlive the reader */
+    _Atomic uint64_t *live_depth;           /* set to the reads that may be in flight; may be NULL */
+    _Atomic uint64_t *live_reads;           /* those in flight now; may be NULL. Both outlive the reader */
 };
 
 struct exd_reader_job {

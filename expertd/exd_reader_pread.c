@@ -14,9 +14,12 @@ static enum exd_settled read_piece(struct exd_run *run, struct exd_piece *piece)
     enum exd_settled state;
 
     do {
+        exd_reader_live(run->reader, 1);
         ssize_t n = pread(fd, piece->buf + piece->got, piece->length - piece->got,
                           (off_t)(piece->offset + piece->got));
-        state = exd_reader_settle(run, piece, n < 0 ? -errno : (int32_t)n);
+        int error = errno;
+        exd_reader_live(run->reader, -1);
+        state = exd_reader_settle(run, piece, n < 0 ? -error : (int32_t)n);
     } while (state == EXD_PIECE_AGAIN && !exd_reader_stopped(run));
     return state;
 }

@@ -61,6 +61,7 @@ struct exd_reader {
     atomic_bool leak; /* the kernel may still write into pool: never unmap it */
     struct exd_piece *pieces;
     const struct exd_reader_faults *faults;
+    _Atomic uint64_t *live_reads;
     char describe[256];
 };
 
@@ -105,6 +106,13 @@ int exd_reader_deliver(struct exd_run *run, const struct exd_piece *piece);
 /* Records the first error and stops all workers. */
 void exd_reader_fail(struct exd_run *run, int code, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* A read goes out (1) or came back (-1). */
+static inline void exd_reader_live(const struct exd_reader *reader, int64_t change)
+{
+    if (reader->live_reads)
+        atomic_fetch_add_explicit(reader->live_reads, (uint64_t)change, memory_order_relaxed);
+}
 
 /* Whether to begin nothing new: an error elsewhere, or cancelled. */
 bool exd_reader_stopped(struct exd_run *run);

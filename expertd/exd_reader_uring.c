@@ -87,6 +87,7 @@ static void prepare(const struct exd_run *run, struct io_uring *ring, struct exd
         io_uring_prep_read(sqe, fd, to, n, at);
     io_uring_sqe_set_data(sqe, piece);
     piece->in_flight = true;
+    exd_reader_live(run->reader, 1);
 }
 
 /* Submits what is prepared and waits for one completion, at most a second, so
@@ -161,6 +162,7 @@ static void work(struct exd_worker *worker, struct io_uring *ring, bool fixed)
         if (r == 0)
             continue;
         piece = io_uring_cqe_get_data(cqe);
+        exd_reader_live(run->reader, -1);
         state = exd_reader_settle(run, piece, cqe->res);
         io_uring_cqe_seen(ring, cqe);
         if (state == EXD_PIECE_AGAIN && !exd_reader_stopped(run)) {

@@ -198,6 +198,11 @@ static int start_host_link(struct exd_session *s, const struct exd_session_confi
     return krn_link_host_create(&link, &s->link, err);
 }
 
+static void count_pace(struct exd_session *s)
+{
+    shm_counter_set(&s->control.worker->link.link_pace, (uint64_t)(s->link_gbps * 1e9));
+}
+
 static int start_threads(struct exd_session *s, const struct exd_session_config *config,
                          const struct prt_attach_request *r, struct shm_error *err)
 {
@@ -224,6 +229,9 @@ static int start_threads(struct exd_session *s, const struct exd_session_config 
     if (r->floor)
         issuer.settings.floor = r->floor;
     s->floor = issuer.settings.floor;
+    struct shm_link_counters *c = &s->control.worker->link;
+    shm_counter_set(&c->ring_bytes, s->ring_bytes);
+    count_pace(s);
     return exd_issuer_start(&issuer, &s->issuer, err);
 }
 
@@ -352,6 +360,7 @@ int exd_session_configure(struct exd_session *session, const struct prt_configur
         krn_link_host_pace(session->link, gbps, latency_us);
         session->link_gbps = gbps;
         session->link_latency_us = latency_us;
+        count_pace(session);
     }
     return 0;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #include "expertd/exd_daemon_priv.h"
 #include "expertd/exd_log.h"
+#include "expertd/exd_region.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -17,9 +18,10 @@ static void arena_line(void *ctx, bool warning, const char *line)
 static void on_progress(void *ctx, const struct exd_loader_progress *p)
 {
     struct exd_start *s = ctx;
-    atomic_store_explicit(&s->segment->load_total_bytes, p->total_bytes, memory_order_relaxed);
-    atomic_store_explicit(&s->segment->load_done_bytes, p->done_bytes, memory_order_relaxed);
-    atomic_store_explicit(&s->segment->load_ns, p->elapsed_ns, memory_order_relaxed);
+    struct shm_store_counters *c = &s->segment->counters;
+    shm_counter_set(&c->load_wanted_bytes, p->total_bytes);
+    shm_counter_set(&c->load_bytes, p->done_bytes);
+    shm_counter_set(&c->load_ns, p->elapsed_ns);
     if (!s->show_progress)
         return;
     if (p->finished) {
@@ -30,6 +32,21 @@ static void on_progress(void *ctx, const struct exd_loader_progress *p)
         exd_progress_update(&s->progress, p->done_bytes, p->total_bytes, p->elapsed_ns);
         exd_log_set_bar(s->progress.drawn);
     }
+}
+
+uint64_t exd_start_look(struct exd_start *s)
+{
+    struct shm_store_counters *c = &s->segment->counters;
+    uint64_t begin_ns = shm_now_ns(), registered = shm_counter_get(&c->registered_bytes);
+    struct exd_region r;
+    exd_region_look(exd_arena_base(s->arena), exd_arena_view(s->arena)->mapped_bytes, &r);
+    shm_counter_set(&c->arena_pinned_bytes, registered ? registered : r.locked_bytes);
+    shm_counter_set(&c->arena_huge_bytes, r.huge_bytes);
+    shm_counter_set(&c->arena_page_bytes, r.page_bytes);
+    shm_counter_set(&c->arena_numa_node, (uint64_t)r.node);
+    shm_counter_set(&c->arena_numa_sampled, r.sampled);
+    shm_counter_set(&c->arena_numa_away, r.away);
+    return shm_now_ns() - begin_ns;
 }
 
 static int open_all(struct exd_daemon *d)
@@ -65,8 +82,13 @@ static int open_all(struct exd_daemon *d)
         return rc;
     if (arena.pin_later) {
         bool adopted = exd_arena_complete(s->arena);
+        uint64_t begin_ns = shm_now_ns();
         rc = exd_device_register(s->device, exd_arena_view(s->arena), exd_arena_base(s->arena), adopted,
                                  &s->cancel, &s->error);
+        if (rc == 0 && exd_device_gpus(s->device) > 0) {
+            shm_counter_set(&s->segment->counters.register_ns, shm_now_ns() - begin_ns);
+            shm_counter_set(&s->segment->counters.registered_bytes, exd_arena_view(s->arena)->mapped_bytes);
+        }
         if (rc == 0)
             rc = exd_arena_pin(s->arena, &arena, exd_device_gpus(s->device) > 0, &s->error);
         if (rc < 0)
@@ -76,7 +98,10 @@ static int open_all(struct exd_daemon *d)
         return 0;
     struct exd_loader_config loader = {.model = s->model,
                                        .arena = s->arena,
-                                       .reader = {.io = o->io, .depth = o->io_depth},
+                                       .reader = {.io = o->io,
+                                                  .depth = o->io_depth,
+                                                  .live_depth = &s->segment->counters.io_depth,
+                                                  .live_reads = &s->segment->counters.io_in_flight},
                                        .progress = on_progress,
                                        .progress_ctx = s};
     rc = exd_loader_start(&loader, &s->loader, &s->error);

@@ -12,6 +12,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 struct exd_store {
@@ -117,6 +118,10 @@ int exd_store_create(const struct prt_paths *paths, const char *model_path, cons
     snprintf(s->model_path, sizeof(s->model_path), "%s", model_path);
     atomic_store_explicit(&s->state, SHM_STORE_STARTING, memory_order_relaxed);
     atomic_store_explicit(&s->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    shm_counter_set(&s->counters.start_time_ns, (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
+    shm_counter_set(&s->counters.arena_numa_node, UINT64_MAX);
     s->policy = options->stream.policy;
     s->order = options->stream.order;
     s->depth = options->stream.depth;

@@ -36,6 +36,7 @@ static uint64_t env_released(void *ctx)
         return s->released;
     }
     exd_trace_event(s->trace, EXD_TRACE_RELEASED, released);
+    shm_counter_set(&worker(s)->link.progress_at_ns, shm_now_ns());
     return s->released = released;
 }
 
@@ -46,13 +47,16 @@ static uint64_t env_landed(void *ctx)
     if (landed != s->landed) {
         s->landed = landed;
         exd_trace_event(s->trace, EXD_TRACE_LANDED, landed);
+        exd_stream_count_lags(s);
     }
     return landed;
 }
 
 /* Layers take about the same time; the least of late is what may come next. */
-static void see_publication(struct exd_stream *s, uint64_t now_ns)
+static void see_publication(struct exd_stream *s, uint32_t layer, uint64_t now_ns)
 {
+    s->published_at_ns[layer] = now_ns;
+    shm_counter_set(&worker(s)->link.progress_at_ns, now_ns);
     if (s->published_ns) {
         uint64_t period_ns = now_ns - s->published_ns;
         s->period_ns = !s->period_ns || period_ns < s->period_ns
@@ -86,7 +90,7 @@ const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer
     s->routed[layer] = mask;
     s->published[layer] = true;
     s->published_layers++;
-    see_publication(s, shm_now_ns());
+    see_publication(s, layer, shm_now_ns());
     exd_trace_layer(s->trace, layer, route->published_ns);
     bool asked = s->expected_layer == layer; /* what it was issued by, against what came */
     exd_trust_learn(&s->trust, asked ? s->expected_from : EXD_EXPECT_NOTHING, asked ? s->expected_row : NULL,
@@ -166,7 +170,10 @@ static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry,
     exd_trace_entry(s->trace, layer, expert, group,
                     (certain ? EXD_TRACE_CERTAIN : 0) | (s->published[layer] ? EXD_TRACE_PUBLISHED : 0));
     s->bytes += bytes;
+    s->last_copy[layer] = ++s->copies;
     shm_mask_set(&s->issued[layer], expert);
+    if (s->published[layer])
+        shm_mask_set(&s->spoken[layer], expert);
     /* relaxed: for tools only */
     atomic_store_explicit(&s->control.slot_map[slot], shm_slot_pack(s->group_base + group, layer, expert),
                           memory_order_relaxed);
@@ -181,6 +188,7 @@ static int env_signal(void *ctx, uint64_t groups)
     struct exd_stream *s = ctx;
     s->signalled = groups;
     exd_trace_event(s->trace, EXD_TRACE_SIGNALLED, groups);
+    exd_stream_count_lags(s);
     return krn_link_signal(s->link, s->group_base + groups);
 }
 
@@ -202,9 +210,13 @@ struct exd_stream *exd_stream_new(const struct shm_arena_view *arena, const stru
     s->resident = calloc(g->layers, sizeof *s->resident);
     s->routed = calloc(g->layers, sizeof *s->routed);
     s->issued = calloc(g->layers, sizeof *s->issued);
+    s->spoken = calloc(g->layers, sizeof *s->spoken);
     s->published = calloc(g->layers, sizeof *s->published);
+    s->published_at_ns = calloc(g->layers, sizeof *s->published_at_ns);
+    s->last_copy = calloc(g->layers, sizeof *s->last_copy);
     s->expected_row = calloc(g->experts, sizeof *s->expected_row);
-    if (!s->walk || !s->resident || !s->routed || !s->issued || !s->published || !s->expected_row)
+    if (!s->walk || !s->resident || !s->routed || !s->issued || !s->spoken || !s->published ||
+        !s->published_at_ns || !s->last_copy || !s->expected_row)
         exd_stream_free(&s);
     return s;
 }
@@ -218,7 +230,10 @@ void exd_stream_free(struct exd_stream **stream)
     free(s->resident);
     free(s->routed);
     free(s->issued);
+    free(s->spoken);
     free(s->published);
+    free(s->published_at_ns);
+    free(s->last_copy);
     free(s->expected_row);
     exd_trace_free(&s->trace);
     free(s);
@@ -281,7 +296,8 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->seq = seq;
     s->group_base = group_base;
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
-    s->released = s->signalled = s->bytes = s->landed = 0;
+    s->released = s->signalled = s->bytes = s->copies = s->landed = 0;
+    s->landed_layers = 0;
     s->cpu_ns = exd_stream_cpu_now_ns();
     s->published_ns = s->period_ns = 0;
     exd_trust_stream(&s->trust);
@@ -290,6 +306,8 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->violation = (struct shm_error){0};
     memset(s->published, 0, g->layers * sizeof *s->published);
     memset(s->issued, 0, g->layers * sizeof *s->issued);
+    memset(s->spoken, 0, g->layers * sizeof *s->spoken);
+    memset(s->last_copy, 0, g->layers * sizeof *s->last_copy);
 
     struct shm_descriptor d = worker(s)->descriptor; /* read once */
     int rc = check_descriptor(s, &d, err);
@@ -341,6 +359,10 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     exd_trace_begin(s->trace, &head);
 
     struct shm_worker *w = worker(s); /* for tools: relaxed */
+    shm_counter_set(&w->link.progress_at_ns, shm_now_ns());
+    /* any number is legal: it is the worker's word for what it did by itself */
+    shm_counter_set(&w->link.link_bytes[SHM_COPY_REASON_RESIDENT],
+                    shm_counter_get(&w->compute.resident_fill_bytes));
     atomic_store_explicit(&w->policy, s->plan.policy, memory_order_relaxed);
     atomic_store_explicit(&w->order, s->plan.order, memory_order_relaxed);
     atomic_store_explicit(&w->depth, s->plan.depth, memory_order_relaxed);

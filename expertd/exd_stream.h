@@ -56,7 +56,7 @@ void exd_stream_stuck(struct exd_stream *stream, enum exd_step step, uint64_t li
                       struct shm_error *err);
 
 /* Ends it: what is on the link lands (waits at most drain_ns); after a cancellation landed_groups goes to
- * the stream's end; report and totals are written, with a trace line for worker `trace` unless NULL. */
+ * the stream's end; report and counters are written, with a trace line for worker `trace` unless NULL. */
 void exd_stream_end(struct exd_stream *stream, uint32_t result, uint64_t drain_ns, const char *trace);
 
 /* From the next stream on its doings are kept. 0 or -ENOMEM. */

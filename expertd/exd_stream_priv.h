@@ -17,9 +17,10 @@ struct exd_stream {
     struct exd_walk *walk;
 
     /* Private copies of what the worker wrote; [layers] each. */
-    struct shm_mask *resident, *routed, *issued;
+    struct shm_mask *resident, *routed, *issued, *spoken; /* spoken: issued once the layer was published */
     bool *published;
-    uint32_t *expected_row; /* [experts], of the layer named next */
+    uint64_t *published_at_ns, *last_copy; /* when seen; number of its last copy, from 1, 0: none */
+    uint32_t *expected_row;                /* [experts], of the layer named next */
     uint32_t expected_layer;
     enum exd_expectation expected_from;
     uint32_t sure;                 /* of that row */
@@ -30,13 +31,17 @@ struct exd_stream {
     uint64_t landed_base, landed, released, signalled, cpu_ns;
     uint32_t flags, published_layers;
     struct exd_stream_plan plan;
-    uint64_t bytes;
+    uint64_t bytes, copies;
+    uint32_t landed_layers;           /* layers whose last copy has landed */
     uint64_t published_ns, period_ns; /* the last publication; least time between two lately */
     struct shm_error violation;
 };
 
 /* The layer's routing set once published, else NULL; looks at shared memory the first time. */
 const struct shm_mask *exd_stream_published(struct exd_stream *stream, uint32_t layer);
+
+/* exd_stream_report.c. Layers whose last copy has landed: how long after the router spoke. */
+void exd_stream_count_lags(struct exd_stream *stream);
 
 uint64_t exd_stream_cpu_now_ns(void); /* CPU time of the calling thread */
 

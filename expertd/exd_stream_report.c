@@ -8,24 +8,113 @@
 #include <stdio.h>
 #include <string.h>
 
+#define PEAK_COPIES 16u /* fewer say little of the link */
+
 static struct shm_worker *worker(const struct exd_stream *s)
 {
     return s->control.worker;
 }
 
-static void count_waste(struct exd_stream *s, struct shm_report *r)
+void exd_stream_count_lags(struct exd_stream *s)
 {
-    for (uint32_t l = 0; l < s->geometry.layers; l++) {
-        if (!exd_stream_published(s, l))
-            continue; /* cancelled before: nothing is known about its waste */
-        for (uint32_t word = 0; word * 64 < s->geometry.experts; word++) {
-            uint64_t streamed = ~s->resident[l].word[word];
-            uint64_t routed = s->routed[l].word[word];
-            uint64_t wasted = s->issued[l].word[word] & ~routed;
-            r->routed += (uint64_t)__builtin_popcountll(routed & streamed);
-            r->wasted += (uint64_t)__builtin_popcountll(wasted);
-            r->wasted_bytes += (uint64_t)__builtin_popcountll(wasted) * s->arena->layers[l].blob_bytes;
-        }
+    struct shm_link_counters *c = &worker(s)->link;
+    while (s->landed_layers < s->geometry.layers) {
+        uint32_t l = s->landed_layers;
+        /* all of its groups are signalled: no further copy of it will come */
+        if (s->signalled < (uint64_t)(l + 1) * s->geometry.groups_per_layer || s->landed < s->last_copy[l])
+            return;
+        s->landed_layers++;
+        if (!s->last_copy[l])
+            continue;
+        uint64_t lag_ns = s->published[l] ? shm_now_ns() - s->published_at_ns[l] : 0;
+        SHM_HISTOGRAM_ADD(c->router_to_last_copy_ns, shm_bounds_short, lag_ns);
+        shm_counter_add(&s->control.layer[l].layer_lags, 1);
+        shm_counter_add(&s->control.layer[l].layer_lag_ns, lag_ns);
+    }
+}
+
+static uint64_t members(uint64_t word)
+{
+    return (uint64_t)__builtin_popcountll(word);
+}
+
+static void add_copies(struct shm_link_counters *c, uint32_t reason, uint64_t n, uint64_t blob_bytes)
+{
+    shm_counter_add(&c->link_copies[reason], n);
+    shm_counter_add(&c->link_bytes[reason], n * blob_bytes);
+}
+
+/* One layer: what was copied, why, and whether a token used it. */
+static void count_layer(struct exd_stream *s, uint32_t l, struct shm_report *r)
+{
+    uint64_t n[SHM_COPY_REASON_COUNT] = {0}, routed = 0, hits = 0, copied = 0;
+    uint64_t blob_bytes = s->arena->layers[l].blob_bytes;
+    bool published = exd_stream_published(s, l); /* else it was cancelled before: nothing is known of waste */
+    for (uint32_t word = 0; word * 64 < s->geometry.experts; word++) {
+        uint64_t resident = s->resident[l].word[word], issued = s->issued[l].word[word];
+        uint64_t spoken = s->spoken[l].word[word];
+        copied += members(issued);
+        if (!published)
+            continue;
+        uint64_t wanted = s->routed[l].word[word];
+        routed += members(wanted & ~resident);
+        hits += members(wanted & resident);
+        n[SHM_COPY_REASON_ROUTED] += members(issued & wanted & spoken);
+        n[SHM_COPY_REASON_AHEAD_USED] += members(issued & wanted & ~spoken);
+        n[SHM_COPY_REASON_AHEAD_WASTED] += members(issued & ~wanted);
+    }
+    if (!published)
+        n[SHM_COPY_REASON_UNKNOWN] = copied;
+    if (s->plan.policy == SHM_POLICY_DEMAND) {
+        n[SHM_COPY_REASON_DEMAND] = n[SHM_COPY_REASON_ROUTED];
+        n[SHM_COPY_REASON_ROUTED] = 0;
+    }
+    struct shm_link_counters *c = &worker(s)->link;
+    for (uint32_t reason = 0; reason < SHM_COPY_REASON_COUNT; reason++)
+        if (n[reason])
+            add_copies(c, reason, n[reason], blob_bytes);
+    shm_counter_add(&c->stream_resident_hits, hits);
+    struct shm_layer_counters *layer = &s->control.layer[l];
+    shm_counter_add(&layer->layer_entries,
+                    s->geometry.experts - shm_mask_count(&s->resident[l], s->geometry.experts));
+    shm_counter_add(&layer->layer_routed, routed);
+    shm_counter_add(&layer->layer_copied, copied);
+    shm_counter_add(&layer->layer_wasted, n[SHM_COPY_REASON_AHEAD_WASTED]);
+    r->routed += routed;
+    r->wasted += n[SHM_COPY_REASON_AHEAD_WASTED];
+    r->wasted_bytes += n[SHM_COPY_REASON_AHEAD_WASTED] * blob_bytes;
+}
+
+static void count_stream(struct exd_stream *s, struct shm_report *r)
+{
+    static const uint32_t held[] = {[SHM_HELD_FLOOR] = SHM_HELD_REASON_FLOOR,
+                                    [SHM_HELD_POLICY] = SHM_HELD_REASON_POLICY,
+                                    [SHM_HELD_PREDICTION] = SHM_HELD_REASON_PREDICTION};
+    struct shm_link_counters *c = &worker(s)->link;
+    for (uint32_t l = 0; l < s->geometry.layers; l++)
+        count_layer(s, l, r);
+    shm_counter_add(&c->streams[r->result == SHM_RESULT_OK          ? SHM_STREAM_RESULT_OK
+                                : r->result == SHM_RESULT_CANCELLED ? SHM_STREAM_RESULT_CANCELLED
+                                                                    : SHM_STREAM_RESULT_FAILED],
+                    1);
+    if (r->held_off != SHM_HELD_NONE)
+        shm_counter_add(&c->streams_held_off[held[r->held_off]], 1);
+    shm_counter_add(&c->stream_tokens, r->tokens);
+    shm_counter_add(&c->stream_entries, r->entries);
+    shm_counter_add(&c->stream_routed, r->routed);
+    shm_counter_add(
+        &c->stream_drops[r->policy == SHM_POLICY_DEMAND ? SHM_DROP_CAUSE_DEMAND : SHM_DROP_CAUSE_UNROUTED],
+        r->dropped);
+    if (r->entries > r->copied + r->dropped)
+        shm_counter_add(&c->stream_drops[SHM_DROP_CAUSE_CANCELLED], r->entries - r->copied - r->dropped);
+    shm_counter_add(&c->link_busy_ns, r->link_ns);
+    shm_counter_add(&c->stream_span_ns, r->span_ns);
+    shm_counter_add(&c->worker_wait_ns, r->wait_ns);
+    shm_counter_add(&c->issuer_cpu_ns, r->cpu_ns);
+    if (r->copied >= PEAK_COPIES && r->link_ns) {
+        uint64_t rate = (uint64_t)((double)r->bytes * 1e9 / (double)r->link_ns);
+        if (rate > shm_counter_get(&c->link_peak))
+            shm_counter_set(&c->link_peak, rate);
     }
 }
 
@@ -35,28 +124,6 @@ static uint64_t streamed_entries(const struct exd_stream *s)
     for (uint32_t l = 0; l < s->geometry.layers; l++)
         n += s->geometry.experts - shm_mask_count(&s->resident[l], s->geometry.experts);
     return n;
-}
-
-static void add_total(_Atomic uint64_t *word, uint64_t n)
-{
-    /* single writer */
-    atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + n, memory_order_relaxed);
-}
-
-static void add_totals(struct shm_totals *t, const struct shm_report *r)
-{
-    add_total(&t->streams, 1);
-    add_total(&t->cancelled, r->result == SHM_RESULT_CANCELLED);
-    add_total(&t->failed, r->result == SHM_RESULT_FAILED);
-    add_total(&t->held_off, r->held_off != SHM_HELD_NONE);
-    add_total(&t->entries, r->entries);
-    add_total(&t->copied, r->copied);
-    add_total(&t->dropped, r->dropped);
-    add_total(&t->wasted, r->wasted);
-    add_total(&t->bytes, r->bytes);
-    add_total(&t->wasted_bytes, r->wasted_bytes);
-    add_total(&t->link_ns, r->link_ns);
-    add_total(&t->wait_ns, r->wait_ns);
 }
 
 static void trace_line(const char *name, const struct shm_report *r)
@@ -104,9 +171,8 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
         .outstanding_max = c.outstanding_max,
         .cpu_ns = exd_stream_cpu_now_ns() - s->cpu_ns,
     };
-    count_waste(s, &r);
+    count_stream(s, &r);
     shm_report_write(worker(s), &r);
-    add_totals(&worker(s)->totals, &r);
     exd_trace_end(s->trace, result, s->routed);
     atomic_store_explicit(&worker(s)->landed_entries, c.issued, memory_order_relaxed);
     if (trace)

@@ -149,7 +149,7 @@ static uint64_t loaded_bytes(const struct prt_paths *paths)
     struct prt_client *client;
     uint64_t bytes = 0;
     if (prt_client_open(paths->runtime, paths->instance, 0, &client, NULL) == 0) {
-        bytes = atomic_load_explicit(&prt_client_store(client)->load_done_bytes, memory_order_relaxed);
+        bytes = shm_counter_get(&prt_client_store(client)->counters.load_bytes);
         prt_client_close(&client);
     }
     return bytes;

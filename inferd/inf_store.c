@@ -96,7 +96,7 @@ static int wait_ready(struct inf_store *s, uint32_t unit, struct shm_error *err)
             return shm_error_set(err, ESHUTDOWN, "expertd ended while it was loading the model: see its log");
         if (cancelled(s))
             return shm_error_set(err, ECANCELED, "cancelled");
-        uint64_t now_done = atomic_load_explicit(&store->load_done_bytes, memory_order_relaxed);
+        uint64_t now_done = shm_counter_get(&store->counters.load_bytes);
         uint64_t now_ns = shm_now_ns();
         if (!moved_ns || now_done != done) {
             done = now_done;
@@ -166,7 +166,7 @@ static int copy_residents(struct inf_store *s, struct shm_error *err)
         return rc;
     }
     s->resident = table;
-    s->resident_bytes = bytes;
+    s->resident_bytes = s->filled_bytes = bytes;
     s->all_resident = n == h->experts;
     return 0;
 }
@@ -202,6 +202,15 @@ static int create_segments(struct inf_store *s, struct prt_attach_request *reque
         for (uint32_t e = 0; e < g.experts; e++)
             if (s->resident[(size_t)l * g.experts + e])
                 shm_mask_set(&s->control.resident[l], e);
+    s->control.worker->server_fd = s->config.server_fd;
+    struct shm_compute_counters *c = &s->control.worker->compute;
+    shm_counter_set(&c->resident_bytes, s->resident_bytes);
+    shm_counter_set(&c->resident_fill_bytes, s->filled_bytes);
+    shm_counter_set(&c->resident_experts,
+                    s->resident ? (uint64_t)g.layers *
+                                      (s->config.resident < g.experts ? s->config.resident : g.experts)
+                                : 0);
+    s->filled_bytes = 0; /* told once: they stay over the next attach */
     shm_header_init(&s->control.worker->header, SHM_WORKER_MAGIC, s->layout.total_bytes, (uint32_t)getpid(),
                     start);
     shm_header_publish(&s->control.worker->header, prt_random_epoch());
@@ -240,6 +249,7 @@ static int attach(struct inf_store *s, struct prt_attach_request *request, struc
     if (rc)
         return rc;
     s->session = reply.session;
+    shm_counter_set(&s->control.worker->compute.link_floor, reply.floor);
     s->settings = (struct inf_settings){.policy = reply.policy,
                                         .order = reply.order,
                                         .depth = reply.depth,

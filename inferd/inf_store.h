@@ -25,6 +25,7 @@ struct inf_store_config {
     bool poison;
     uint64_t watchdog_ns; /* 0: 60 s */
     _Atomic bool *cancel; /* ends waits; NULL: none */
+    uint32_t server_fd;   /* of the server segment, for tools; 0: none */
 };
 
 /* What a session is set to. */
@@ -56,6 +57,7 @@ struct inf_store {
     const uint8_t **resident; /* [layers * experts] addresses in the device's memory, NULL entries are
                                  streamed; NULL: none */
     uint64_t resident_bytes;
+    uint64_t filled_bytes; /* of them copied since the last attach */
     bool all_resident;
 };
 

@@ -2,6 +2,7 @@
 #include "shm/shm_header.h"
 
 #include "shm/shm_bell.h"
+#include "shm/shm_counter.h"
 
 #include <errno.h>
 #include <string.h>
@@ -16,6 +17,7 @@ void shm_header_init(struct shm_header *h, const char *magic, uint64_t total_byt
     h->writer_start = start;
     h->total_bytes = total_bytes;
     h->created_ns = shm_now_ns();
+    h->counters = SHM_COUNTERS_LAYOUT;
 }
 
 void shm_header_publish(struct shm_header *h, uint64_t epoch)
@@ -44,4 +46,15 @@ int shm_header_check(const struct shm_header *h, const char *magic, uint64_t map
         return shm_error_set(err, EBADMSG, "%s: claims %llu bytes but has %llu: torn or truncated", name,
                              (unsigned long long)h->total_bytes, (unsigned long long)mapped_bytes);
     return 0;
+}
+
+int shm_header_check_counters(const struct shm_header *h, const char *name, struct shm_error *err)
+{
+    uint64_t layout = h->counters;
+    if (layout == SHM_COUNTERS_LAYOUT)
+        return 0;
+    return shm_error_set(err, EPROTO,
+                         "%s: its counters are laid out as %016llx, this program knows %016llx: use "
+                         "matching versions",
+                         name, (unsigned long long)layout, (unsigned long long)SHM_COUNTERS_LAYOUT);
 }

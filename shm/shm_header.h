@@ -30,7 +30,7 @@ struct shm_header {
     uint64_t total_bytes;   /* of the whole segment */
     _Atomic uint64_t epoch; /* writer: release, last; readers: acquire (shm_header_check), first */
     uint64_t created_ns;    /* CLOCK_MONOTONIC */
-    uint64_t reserved;
+    uint64_t counters;      /* how its writer lays counters out: SHM_COUNTERS_LAYOUT */
 };
 _Static_assert(sizeof(struct shm_header) == 64, "shared layout");
 _Static_assert(offsetof(struct shm_header, epoch) == 40, "shared layout");
@@ -41,6 +41,9 @@ void shm_header_init(struct shm_header *h, const char *magic, uint64_t total_byt
 
 /* Publishes the segment: stores the epoch with release. epoch != 0. */
 void shm_header_publish(struct shm_header *h, uint64_t epoch);
+
+/* The counters of a checked segment are laid out as this program knows them. 0 or -EPROTO. */
+int shm_header_check_counters(const struct shm_header *h, const char *name, struct shm_error *err);
 
 /* Checks a mapped segment of mapped_bytes: magic (kind and version), header
  * size, features, total size, epoch. `name` goes into the error text.

@@ -3,6 +3,7 @@
  * fails here needs a new magic of its segment (SHM_STORE_MAGIC, SHM_WORKER_MAGIC, SHM_ARENA_MAGIC) with the
  * new numbers. */
 #include "shm/shm_arena.h"
+#include "shm/shm_server.h"
 #include "shm/shm_store.h"
 #include "shm/shm_worker.h"
 
@@ -19,6 +20,7 @@ AT(shm_header, features, 24);
 AT(shm_header, total_bytes, 32);
 AT(shm_header, epoch, 40);
 AT(shm_header, created_ns, 48);
+AT(shm_header, counters, 56);
 
 SIZE(shm_bell, 8);
 AT(shm_bell, count, 0);
@@ -63,21 +65,7 @@ AT(shm_report, wait_ns, 120);
 AT(shm_report, outstanding_max, 128);
 AT(shm_report, cpu_ns, 136);
 
-SIZE(shm_totals, 96);
-AT(shm_totals, streams, 0);
-AT(shm_totals, cancelled, 8);
-AT(shm_totals, failed, 16);
-AT(shm_totals, held_off, 24);
-AT(shm_totals, entries, 32);
-AT(shm_totals, copied, 40);
-AT(shm_totals, dropped, 48);
-AT(shm_totals, wasted, 56);
-AT(shm_totals, bytes, 64);
-AT(shm_totals, wasted_bytes, 72);
-AT(shm_totals, link_ns, 80);
-AT(shm_totals, wait_ns, 88);
-
-SIZE(shm_worker, 11328);
+SIZE(shm_worker, 12416);
 AT(shm_worker, header, 0);
 AT(shm_worker, geometry, 64);
 AT(shm_worker, stream_seq, 128);
@@ -101,8 +89,10 @@ AT(shm_worker, order, 436);
 AT(shm_worker, depth, 440);
 AT(shm_worker, held_off, 444);
 AT(shm_worker, error_text, 448);
-AT(shm_worker, totals, 960);
-AT(shm_worker, report, 1088);
+AT(shm_worker, report, 960);
+AT(shm_worker, link, 11200);
+AT(shm_worker, compute, 12224);
+AT(shm_worker, server_fd, 12352);
 
 SIZE(shm_route, 192);
 AT(shm_route, seq, 0);
@@ -124,7 +114,7 @@ AT(shm_store_worker, slot_bytes, 112);
 AT(shm_store_worker, device, 120);
 AT(shm_store_worker, device_index, 124);
 
-SIZE(shm_store, 12224);
+SIZE(shm_store, 12672);
 AT(shm_store, header, 0);
 AT(shm_store, state, 64);
 AT(shm_store, instance, 72);
@@ -133,29 +123,24 @@ AT(shm_store, model_name, 1160);
 AT(shm_store, arena_path, 1288);
 AT(shm_store, fingerprint, 2312);
 AT(shm_store, arena_bytes, 2328);
-AT(shm_store, arena_generation, 2336);
-AT(shm_store, adopted, 2344);
-AT(shm_store, pinned, 2348);
-AT(shm_store, huge_pages, 2352);
-AT(shm_store, load_total_bytes, 2360);
-AT(shm_store, load_done_bytes, 2368);
-AT(shm_store, load_ns, 2376);
-AT(shm_store, ready_ns, 2384);
-AT(shm_store, reader, 2392);
-AT(shm_store, detail, 2520);
-AT(shm_store, policy, 2776);
-AT(shm_store, order, 2780);
-AT(shm_store, depth, 2784);
-AT(shm_store, floor, 2788);
-AT(shm_store, link_gbps, 2792);
-AT(shm_store, link_latency_us, 2800);
-AT(shm_store, attaches, 2808);
-AT(shm_store, detaches, 2816);
-AT(shm_store, deaths, 2824);
-AT(shm_store, refused, 2832);
-AT(shm_store, heartbeat_ns, 2840);
-AT(shm_store, device, 2848);
-AT(shm_store, worker, 3008);
+AT(shm_store, pinned, 2336);
+AT(shm_store, huge_pages, 2340);
+AT(shm_store, reader, 2344);
+AT(shm_store, detail, 2472);
+AT(shm_store, policy, 2728);
+AT(shm_store, order, 2732);
+AT(shm_store, depth, 2736);
+AT(shm_store, floor, 2740);
+AT(shm_store, link_gbps, 2744);
+AT(shm_store, link_latency_us, 2752);
+AT(shm_store, heartbeat_ns, 2760);
+AT(shm_store, device, 2768);
+AT(shm_store, counters, 2944);
+AT(shm_store, worker, 3456);
+
+SIZE(shm_server, 2176);
+AT(shm_server, oldest_ns, 64);
+AT(shm_server, counters, 128);
 
 SIZE(shm_arena, 224);
 AT(shm_arena, header, 0);

@@ -7,9 +7,10 @@
 #ifndef SHM_STORE_H
 #define SHM_STORE_H
 
+#include "shm/shm_counter.h"
 #include "shm/shm_header.h"
 
-#define SHM_STORE_MAGIC   "EXDSTO02"
+#define SHM_STORE_MAGIC   "EXDSTO03"
 #define SHM_STORE_WORKERS 64
 #define SHM_NAME_BYTES    64
 #define SHM_PATH_BYTES    1024
@@ -47,27 +48,21 @@ struct shm_store {
     char arena_path[SHM_PATH_BYTES]; /* absolute */
     uint8_t fingerprint[16];         /* of the model file, as in the arena */
     uint64_t arena_bytes;
-    _Atomic uint64_t arena_generation;
-    _Atomic uint32_t adopted;    /* 1: the arena was found whole and nothing was read */
-    _Atomic uint32_t pinned;     /* 1: mlocked, or registered */
-    _Atomic uint32_t huge_pages; /* 1: huge pages asked for and granted by the mapping */
-    uint32_t pad0;
-    _Atomic uint64_t load_total_bytes; /* to read from the model file */
-    _Atomic uint64_t load_done_bytes;
-    _Atomic uint64_t load_ns;             /* so far, or in all */
-    _Atomic uint64_t ready_ns;            /* process start to serving */
+    _Atomic uint32_t pinned;              /* 1: mlocked, or registered */
+    _Atomic uint32_t huge_pages;          /* 1: huge pages asked for and granted by the mapping */
     char reader[128];                     /* exd_reader_describe(); before state LOADING */
     char detail[256];                     /* last notable event, one line, for status */
     uint32_t policy, order, depth, floor; /* defaults for sessions; SHM_POLICY_*, SHM_ORDER_* */
     double link_gbps;                     /* pacing of the host link, 0: unpaced */
     double link_latency_us;
-    _Atomic uint64_t attaches, detaches, deaths, refused; /* sessions so far */
     _Atomic uint64_t heartbeat_ns; /* CLOCK_MONOTONIC, main loop, about once a second */
     char device[128];              /* what links copy to, and why not CUDA; before state LOADING */
-    uint64_t pad1[4];
+    uint64_t pad[6];
+    struct shm_store_counters
+        counters; /* written by the main loop, load_* and io_* by the loader's threads */
     struct shm_store_worker worker[SHM_STORE_WORKERS];
 };
 /* Changing it needs a new magic; shm_layout.c has every offset. */
-_Static_assert(sizeof(struct shm_store) == 12224, "shared layout");
+_Static_assert(sizeof(struct shm_store) == 12672, "shared layout");
 
 #endif

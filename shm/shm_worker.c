@@ -41,6 +41,7 @@ int shm_worker_layout(const struct shm_geometry *g, struct shm_worker_layout *re
     l.recent = at, at += per_expert;
     l.table = at, at += per_expert;
     l.slot_map = at, at += ((uint64_t)g->ring * 8 + 63) & ~UINT64_C(63);
+    l.layer = at, at += (uint64_t)g->layers * sizeof(struct shm_layer_counters);
     l.total_bytes = (at + 4095) & ~UINT64_C(4095);
     *ret_layout = l;
     return 0;
@@ -57,6 +58,7 @@ void shm_worker_view(void *base, const struct shm_worker_layout *l, struct shm_w
     v->recent = (uint32_t *)(p + l->recent);
     v->table = (_Atomic uint32_t *)(p + l->table);
     v->slot_map = (_Atomic uint64_t *)(p + l->slot_map);
+    v->layer = (struct shm_layer_counters *)(p + l->layer);
 }
 
 /* A report as words, the generation first. Copied word by word with atomics: reader and writer may meet in

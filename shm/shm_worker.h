@@ -17,6 +17,7 @@
  *   uint32_t [layers][experts]     recent tokens (this conversation)    worker, before the stream
  *   uint32_t [layers][experts]     slot table                           expertd
  *   uint64_t [ring]                slot map, for tools                  expertd
+ *   struct shm_layer_counters [layers]                                  expertd
  *
  * One stream, in order (seq = its number, counted from 1):
  *
@@ -58,10 +59,11 @@
 #define SHM_WORKER_H
 
 #include "shm/shm_bell.h"
+#include "shm/shm_counter.h"
 #include "shm/shm_header.h"
 #include "shm/shm_mask.h"
 
-#define SHM_WORKER_MAGIC "EXDWRK01"
+#define SHM_WORKER_MAGIC "EXDWRK02"
 #define SHM_GROUP_MAX    16               /* entries of a group, at most (DESIGN 7) */
 #define SHM_RING_MAX     ((1u << 20) - 1) /* slots; a slot table entry has 20 bits for one */
 #define SHM_REPORTS      64               /* chunk reports kept, power of two */
@@ -174,14 +176,6 @@ struct shm_report {
 };
 _Static_assert(sizeof(struct shm_report) == 160, "shared layout");
 
-/* Totals over the worker's life, written by expertd (relaxed: each is exact, together they may be torn). */
-struct shm_totals {
-    _Atomic uint64_t streams, cancelled, failed, held_off;
-    _Atomic uint64_t entries, copied, dropped, wasted;
-    _Atomic uint64_t bytes, wasted_bytes, link_ns, wait_ns;
-};
-_Static_assert(sizeof(struct shm_totals) == 96, "shared layout");
-
 struct shm_worker {
     struct shm_header header;     /* worker; checked by expertd once, at attach */
     struct shm_geometry geometry; /* worker, before attach; expertd uses its private copy */
@@ -216,9 +210,13 @@ struct shm_worker {
     _Atomic uint32_t policy, order; /* effective, of the current stream */
     _Atomic uint32_t depth, held_off;
     char error_text[SHM_ERROR_TEXT_BYTES]; /* before result / detached */
-    struct shm_totals totals;
-    uint64_t pad5[4];
     struct shm_report report[SHM_REPORTS]; /* of stream seq: index seq % SHM_REPORTS */
+    struct shm_link_counters link;         /* issuer */
+
+    /* ---- written by the worker ---- */
+    struct shm_compute_counters compute;
+    uint32_t server_fd; /* its descriptor of its server segment (shm_server.h), before attach; 0: none */
+    uint8_t pad5[60];
 };
 
 /* Routing set of one layer. expertd reads seq (acquire), then copies the mask once. */
@@ -235,13 +233,13 @@ _Static_assert(offsetof(struct shm_worker, issuer_bell) % SHM_CACHE_LINE == 0, "
 _Static_assert(offsetof(struct shm_worker, landed_groups) % SHM_CACHE_LINE == 0, "own cache line");
 _Static_assert(offsetof(struct shm_worker, done_seq) % SHM_CACHE_LINE == 0, "own cache line");
 /* Changing it needs a new magic; shm_layout.c has every offset. */
-_Static_assert(sizeof(struct shm_worker) == 11328, "shared layout");
+_Static_assert(sizeof(struct shm_worker) == 12416, "shared layout");
 _Static_assert(sizeof(struct shm_worker) % SHM_CACHE_LINE == 0, "sections start on a cache line");
 
 /* Where the sections are. Made from a geometry, never read from shared memory. */
 struct shm_worker_layout {
     struct shm_geometry geometry;
-    uint64_t resident, route, tokens, predicted, recent, table, slot_map; /* byte offsets */
+    uint64_t resident, route, tokens, predicted, recent, table, slot_map, layer; /* byte offsets */
     uint64_t total_bytes;
 };
 
@@ -259,8 +257,9 @@ struct shm_worker_view {
     uint32_t *predicted; /* [layers][experts]; row 0 is valid with the descriptor, row l once route[l - 1] is
                             published */
     uint32_t *recent;    /* [layers][experts] */
-    _Atomic uint32_t *table;    /* [layers][experts], relaxed; ordered by landed_groups */
-    _Atomic uint64_t *slot_map; /* [ring], relaxed, for tools: see shm_slot_pack */
+    _Atomic uint32_t *table;          /* [layers][experts], relaxed; ordered by landed_groups */
+    _Atomic uint64_t *slot_map;       /* [ring], relaxed, for tools: see shm_slot_pack */
+    struct shm_layer_counters *layer; /* [layers], for tools */
 };
 
 /* Points a view into a mapping of layout->total_bytes that starts at base. */

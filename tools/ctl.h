@@ -2,7 +2,7 @@
 /*
  * expertctl: its commands and what they share.
  *
- * Looking (status, workers, rings, trace, verify) maps shared memory read-only
+ * Looking (status, workers, rings, trace, counters, metrics, verify) maps shared memory read-only
  * and asks expertd nothing, so it works while expertd is stopped and disturbs
  * no stream. Only configure, drain and stop send a message.
  *
@@ -13,11 +13,14 @@
 #define CTL_H
 
 #include "proto/prt_client.h"
+#include "shm/shm_server.h"
 #include "shm/shm_word.h"
 #include "shm/shm_worker.h"
 
 #include <jansson.h>
+#include <signal.h>
 #include <stdbool.h>
+#include <stdio.h>
 
 #define CTL_EXIT_OK      0
 #define CTL_EXIT_PROBLEM 1
@@ -31,6 +34,8 @@ struct ctl_options {
     uint32_t count;                        /* trace: chunks shown a worker */
     uint32_t worker;                       /* pid; 0: all */
     double deadline_s;                     /* drain, stop */
+    bool list, detail;                     /* counters, metrics */
+    const char *output, *listen;           /* metrics */
     struct prt_configure_request settings; /* configure; its session 0: that of the worker */
 };
 
@@ -44,7 +49,11 @@ struct ctl_worker {
     uint64_t stream_seq, done_seq, released_groups, landed_groups, group_base;
     uint64_t issued, landed, dropped, issue_layer, layer;
     uint32_t policy, order, depth, held_off, result, detached, tokens;
-    uint64_t totals[sizeof(struct shm_totals) / 8];
+    uint64_t link[SHM_LINK_WORDS], compute[SHM_COMPUTE_WORDS];
+    uint64_t *layers; /* [geometry.layers][SHM_LAYER_WORDS], owned */
+    bool serves;      /* a server segment was found: */
+    uint64_t server[SHM_SERVER_WORDS];
+    bool suspended;                        /* by SIGSTOP or a debugger */
     uint64_t *slots;                       /* [geometry.ring], owned */
     struct shm_report report[SHM_REPORTS]; /* whole ones, oldest first */
     uint32_t reports;
@@ -57,6 +66,7 @@ struct ctl_snapshot {
     const struct prt_paths *paths;
     enum prt_liveness liveness;
     bool suspended; /* expertd is stopped by SIGSTOP or a debugger */
+    uint64_t counters[SHM_STORE_WORDS];
     struct ctl_worker worker[SHM_STORE_WORKERS];
     uint32_t workers;
 };
@@ -68,7 +78,7 @@ void ctl_snapshot_free(struct ctl_snapshot *snapshot);
 const char *ctl_state(uint32_t state);
 
 /* Where a slot is in its life. */
-enum ctl_slot { CTL_SLOT_FREE, CTL_SLOT_ISSUED, CTL_SLOT_LANDED, CTL_SLOT_COUNT };
+enum ctl_slot { CTL_SLOT_FREE, CTL_SLOT_ISSUED, CTL_SLOT_LANDED, CTL_SLOT_USED, CTL_SLOT_COUNT };
 enum ctl_slot ctl_slot_state(const struct ctl_worker *worker, uint64_t word);
 
 /* Printers: one snapshot each, as text or JSON, to stdout. Return an exit status. */
@@ -79,6 +89,36 @@ int ctl_show_trace(const struct ctl_snapshot *snapshot, const struct ctl_options
 
 json_t *ctl_json_worker(const struct ctl_worker *worker);
 json_t *ctl_json_report(const struct shm_report *report);
+
+/* ctl_counters.c. Fills what only a looker-on can tell (marked "look" in counters.spec). */
+void ctl_counters_look(struct ctl_snapshot *snapshot);
+
+/* Words of an earlier look, for rates: by worker's session. */
+struct ctl_history;
+struct ctl_history *ctl_history_new(void); /* NULL: no memory */
+void ctl_history_free(struct ctl_history **history);
+/* Keeps a copy of the snapshot's words in place of those before. */
+void ctl_history_put(struct ctl_history *history, const struct ctl_snapshot *snapshot);
+/* Words of a block when last put, or NULL: of the store (worker NULL), or of a worker; a layer's with its
+ * number. */
+const uint64_t *ctl_history_words(const struct ctl_history *history, enum shm_block block,
+                                  const struct ctl_worker *worker, uint32_t layer);
+
+/* Names of all counters (--list), or their values. Returns an exit status. */
+int ctl_show_counters(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+int ctl_list_counters(const struct ctl_options *options);
+
+/* A block's words as an object: plain ones, arrays by label, histograms; shares and rates since `before`. */
+json_t *ctl_json_counters(enum shm_block block, const uint64_t *words, const uint64_t *before, bool detail);
+
+/* For Prometheus, to stdout or --output; with --listen: answers GET /metrics until interrupted. */
+int ctl_show_metrics(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
+void ctl_metrics_write(FILE *f, const struct ctl_snapshot *snapshot, bool detail);
+int ctl_metrics_serve(const struct ctl_options *options, const volatile sig_atomic_t *stop,
+                      struct shm_error *err);
+
+/* Strings of another process as valid UTF-8: bad bytes become '?'. */
+json_t *ctl_json_text(const char *bytes, size_t capacity);
 
 /* Prints a JSON value on one line or indented, and releases it. */
 void ctl_json_print(json_t *value);

@@ -6,11 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static uint64_t total(const struct ctl_worker *w, size_t offset)
+/* Words of one of the link block's counters added up. */
+static uint64_t total(const struct ctl_worker *w, const char *name)
 {
-    return w->totals[offset / 8];
+    return shm_counter_total(shm_counter_find(SHM_BLOCK_LINK, name), w->link);
 }
-#define TOTAL(w, field) total(w, offsetof(struct shm_totals, field))
 
 static uint64_t outstanding(const struct ctl_worker *w)
 {
@@ -60,7 +60,7 @@ void ctl_json_print(json_t *value)
 }
 
 /* Text of another process: jansson refuses bad UTF-8, so such bytes become '?'. */
-static json_t *text(const char *bytes, size_t capacity)
+json_t *ctl_json_text(const char *bytes, size_t capacity)
 {
     char copy[SHM_PATH_BYTES];
     size_t n = strnlen(bytes, capacity < sizeof copy ? capacity : sizeof copy - 1);
@@ -128,7 +128,7 @@ json_t *ctl_json_worker(const struct ctl_worker *w)
 {
     json_t *o = json_object();
     set_int(o, "pid", atomic_load(&w->row.pid));
-    json_object_set_new(o, "name", text(w->row.name, sizeof w->row.name));
+    json_object_set_new(o, "name", ctl_json_text(w->row.name, sizeof w->row.name));
     set_int(o, "session", w->row.session);
     set_real(o, "attached_s", age_s(w->row.attached_ns));
     set_bool(o, "alive", w->alive);
@@ -137,7 +137,7 @@ json_t *ctl_json_worker(const struct ctl_worker *w)
     set_int(o, "ring", w->row.ring);
     set_int(o, "slot_bytes", w->row.slot_bytes);
     if (!w->mapped) {
-        json_object_set_new(o, "unreadable", text(w->why, sizeof w->why));
+        json_object_set_new(o, "unreadable", ctl_json_text(w->why, sizeof w->why));
         return o;
     }
     set_bool(o, "streaming", streaming(w));
@@ -158,14 +158,7 @@ json_t *ctl_json_worker(const struct ctl_worker *w)
     set_int(o, "dropped", w->dropped);
     set_int(o, "landed_groups", relative(w, w->landed_groups));
     set_int(o, "released_groups", relative(w, w->released_groups));
-    json_t *t = json_object();
-    static const char *const names[] = {"streams", "cancelled",    "failed",  "held_off",
-                                        "entries", "copied",       "dropped", "wasted",
-                                        "bytes",   "wasted_bytes", "link_ns", "wait_ns"};
-    _Static_assert(sizeof names / sizeof *names == sizeof(struct shm_totals) / 8, "one name a counter");
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        set_int(t, names[i], w->totals[i]);
-    json_object_set_new(o, "totals", t);
+    json_object_set_new(o, "counters", ctl_json_counters(SHM_BLOCK_LINK, w->link, NULL, true));
     return o;
 }
 
@@ -181,7 +174,7 @@ static json_t *json_status(const struct ctl_snapshot *n)
 {
     const struct shm_store *s = n->store;
     json_t *o = json_object();
-    json_object_set_new(o, "instance", text(s->instance, sizeof s->instance));
+    json_object_set_new(o, "instance", ctl_json_text(s->instance, sizeof s->instance));
     set_text(o, "state",
              n->liveness == PRT_LIVE      ? ctl_state(atomic_load(&s->state))
              : n->liveness == PRT_STOPPED ? "stopped"
@@ -191,26 +184,26 @@ static json_t *json_status(const struct ctl_snapshot *n)
     set_bool(o, "suspended", n->suspended);
     set_bool(o, "stalled", stalled(n));
     set_int(o, "heartbeat_age_ms", heartbeat_age_ms(s));
-    set_bool(o, "adopted", atomic_load(&s->adopted) != 0);
+    set_bool(o, "adopted", n->counters[SHM_STORE_WORD_ARENA_ADOPTED] != 0);
     json_t *model = json_object();
-    json_object_set_new(model, "path", text(s->model_path, sizeof s->model_path));
-    json_object_set_new(model, "name", text(s->model_name, sizeof s->model_name));
+    json_object_set_new(model, "path", ctl_json_text(s->model_path, sizeof s->model_path));
+    json_object_set_new(model, "name", ctl_json_text(s->model_name, sizeof s->model_name));
     json_object_set_new(model, "fingerprint", hex(s->fingerprint, sizeof s->fingerprint));
     json_object_set_new(o, "model", model);
     json_t *arena = json_object();
-    json_object_set_new(arena, "path", text(s->arena_path, sizeof s->arena_path));
+    json_object_set_new(arena, "path", ctl_json_text(s->arena_path, sizeof s->arena_path));
     set_int(arena, "bytes", s->arena_bytes);
-    set_int(arena, "generation", atomic_load(&s->arena_generation));
+    set_int(arena, "generation", n->counters[SHM_STORE_WORD_ARENA_GENERATION]);
     set_bool(arena, "pinned", atomic_load(&s->pinned) != 0);
     set_bool(arena, "huge_pages", atomic_load(&s->huge_pages) != 0);
     json_object_set_new(o, "arena", arena);
-    json_object_set_new(o, "device", text(s->device, sizeof s->device));
+    json_object_set_new(o, "device", ctl_json_text(s->device, sizeof s->device));
     json_t *load = json_object();
-    json_object_set_new(load, "reader", text(s->reader, sizeof s->reader));
-    set_int(load, "bytes_total", atomic_load(&s->load_total_bytes));
-    set_int(load, "bytes_done", atomic_load(&s->load_done_bytes));
-    set_real(load, "seconds", (double)atomic_load(&s->load_ns) / 1e9);
-    set_real(load, "ready_s", (double)atomic_load(&s->ready_ns) / 1e9);
+    json_object_set_new(load, "reader", ctl_json_text(s->reader, sizeof s->reader));
+    set_int(load, "bytes_total", n->counters[SHM_STORE_WORD_LOAD_WANTED_BYTES]);
+    set_int(load, "bytes_done", n->counters[SHM_STORE_WORD_LOAD_BYTES]);
+    set_real(load, "seconds", (double)n->counters[SHM_STORE_WORD_LOAD_NS] / 1e9);
+    set_real(load, "ready_s", (double)n->counters[SHM_STORE_WORD_READY_NS] / 1e9);
     json_object_set_new(o, "load", load);
     json_t *defaults = json_object();
     set_text(defaults, "policy", shm_policy_name(s->policy));
@@ -220,24 +213,21 @@ static json_t *json_status(const struct ctl_snapshot *n)
     set_real(defaults, "link_gbps", s->link_gbps);
     set_real(defaults, "link_latency_us", s->link_latency_us);
     json_object_set_new(o, "defaults", defaults);
-    json_t *counters = json_object();
-    set_int(counters, "attaches", atomic_load(&s->attaches));
-    set_int(counters, "detaches", atomic_load(&s->detaches));
-    set_int(counters, "deaths", atomic_load(&s->deaths));
-    set_int(counters, "refused", atomic_load(&s->refused));
-    json_object_set_new(o, "counters", counters);
-    json_object_set_new(o, "detail", text(s->detail, sizeof s->detail));
+    json_object_set_new(o, "counters", ctl_json_counters(SHM_BLOCK_STORE, n->counters, NULL, true));
+    json_object_set_new(o, "detail", ctl_json_text(s->detail, sizeof s->detail));
     json_object_set_new(o, "workers", json_workers(n));
     return o;
 }
 
-static void print_load(const struct shm_store *s)
+static void print_load(const struct ctl_snapshot *n)
 {
-    double done = (double)atomic_load(&s->load_done_bytes), all = (double)atomic_load(&s->load_total_bytes);
-    double seconds = (double)atomic_load(&s->load_ns) / 1e9;
-    if (atomic_load(&s->adopted))
+    const struct shm_store *s = n->store;
+    double done = (double)n->counters[SHM_STORE_WORD_LOAD_BYTES];
+    double all = (double)n->counters[SHM_STORE_WORD_LOAD_WANTED_BYTES];
+    double seconds = (double)n->counters[SHM_STORE_WORD_LOAD_NS] / 1e9;
+    if (n->counters[SHM_STORE_WORD_ARENA_ADOPTED])
         printf("loaded     nothing: the arena was adopted, ready after %.3f s\n",
-               (double)atomic_load(&s->ready_ns) / 1e9);
+               (double)n->counters[SHM_STORE_WORD_READY_NS] / 1e9);
     else if (all > 0)
         printf("loaded     %.1f of %.1f MB in %.2f s (%.2f GB/s), %.128s\n", done / 1e6, all / 1e6, seconds,
                seconds > 0 ? done / 1e9 / seconds : 0, s->reader);
@@ -261,9 +251,9 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
                (double)heartbeat_age_ms(s) / 1e3);
     printf("model      %.128s, %.1024s\n", s->model_name, s->model_path);
     printf("arena      %.1f MB, generation %" PRIu64 ", %s, %s, %.1024s\n", (double)s->arena_bytes / 1e6,
-           (uint64_t)atomic_load(&s->arena_generation), atomic_load(&s->pinned) ? "pinned" : "not pinned",
+           n->counters[SHM_STORE_WORD_ARENA_GENERATION], atomic_load(&s->pinned) ? "pinned" : "not pinned",
            atomic_load(&s->huge_pages) ? "huge pages" : "small pages", s->arena_path);
-    print_load(s);
+    print_load(n);
     printf("device     %.128s\n", s->device);
     printf("stream     policy %s, order %s, depth %u, floor %u; link %s", shm_policy_name(s->policy),
            shm_order_name(s->order), s->depth, s->floor, s->link_gbps > 0 ? "paced to " : "unpaced\n");
@@ -271,8 +261,8 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
         printf("%g GB/s + %g us a copy\n", s->link_gbps, s->link_latency_us);
     printf("sessions   %u attached; %" PRIu64 " attached so far, %" PRIu64 " left, %" PRIu64 " died, %" PRIu64
            " refused\n",
-           n->workers, (uint64_t)atomic_load(&s->attaches), (uint64_t)atomic_load(&s->detaches),
-           (uint64_t)atomic_load(&s->deaths), (uint64_t)atomic_load(&s->refused));
+           n->workers, n->counters[SHM_STORE_WORD_ATTACHES], n->counters[SHM_STORE_WORD_DETACHES],
+           n->counters[SHM_STORE_WORD_DEATHS], n->counters[SHM_STORE_WORD_REFUSED]);
     if (s->detail[0])
         printf("last       %.256s\n", s->detail);
     return status;
@@ -297,9 +287,12 @@ int ctl_show_workers(const struct ctl_snapshot *n, const struct ctl_options *opt
             printf("unreadable: %s\n", w->why);
         else
             printf("%8" PRIu64 " %9s %10" PRIu64 " %10" PRIu64 " %10" PRIu64 " %10.1f %9.1f%s\n", w->done_seq,
-                   shm_policy_name(w->policy), TOTAL(w, copied), TOTAL(w, dropped), TOTAL(w, wasted),
-                   (double)TOTAL(w, bytes) / 1e6, (double)TOTAL(w, wait_ns) / 1e6,
-                   w->detached ? " detached" : "");
+                   shm_policy_name(w->policy), total(w, "link_copies"), total(w, "stream_drops"),
+                   w->link[SHM_LINK_WORD_LINK_COPIES + SHM_COPY_REASON_AHEAD_WASTED],
+                   (double)(total(w, "link_bytes") -
+                            w->link[SHM_LINK_WORD_LINK_BYTES + SHM_COPY_REASON_RESIDENT]) /
+                       1e6,
+                   (double)total(w, "worker_wait_ns") / 1e6, w->detached ? " detached" : "");
     }
     if (!n->workers)
         puts("no worker is attached");
@@ -312,7 +305,7 @@ int ctl_show_workers(const struct ctl_snapshot *n, const struct ctl_options *opt
 static void slot_bar(const struct ctl_worker *w, char *bar, uint32_t *ret_count)
 {
     static const char marks[CTL_SLOT_COUNT] = {
-        [CTL_SLOT_FREE] = '.', [CTL_SLOT_ISSUED] = 'i', [CTL_SLOT_LANDED] = '#'};
+        [CTL_SLOT_FREE] = '.', [CTL_SLOT_ISSUED] = 'i', [CTL_SLOT_LANDED] = '#', [CTL_SLOT_USED] = '@'};
     uint32_t ring = w->geometry.ring, cells = ring < BAR_CELLS ? ring : BAR_CELLS;
     memset(ret_count, 0, CTL_SLOT_COUNT * sizeof *ret_count);
     memset(bar, '.', cells);
@@ -321,7 +314,11 @@ static void slot_bar(const struct ctl_worker *w, char *bar, uint32_t *ret_count)
         enum ctl_slot state = ctl_slot_state(w, w->slots[slot]);
         char *cell = &bar[(uint64_t)slot * cells / ring];
         ret_count[state]++;
-        if (state == CTL_SLOT_LANDED || (state == CTL_SLOT_ISSUED && *cell == '.'))
+        enum ctl_slot shown = *cell == '@'   ? CTL_SLOT_USED
+                              : *cell == '#' ? CTL_SLOT_LANDED
+                              : *cell == 'i' ? CTL_SLOT_ISSUED
+                                             : CTL_SLOT_FREE;
+        if (state > shown)
             *cell = marks[state];
     }
 }
@@ -348,6 +345,7 @@ int ctl_show_rings(const struct ctl_snapshot *n, const struct ctl_options *optio
             set_int(slots, "free", count[CTL_SLOT_FREE]);
             set_int(slots, "issued", count[CTL_SLOT_ISSUED]);
             set_int(slots, "landed", count[CTL_SLOT_LANDED]);
+            set_int(slots, "used", count[CTL_SLOT_USED]);
             json_object_set_new(o, "slots", slots);
             set_text(o, "bar", bar);
             json_array_append_new(list, o);
@@ -362,8 +360,9 @@ int ctl_show_rings(const struct ctl_snapshot *n, const struct ctl_options *optio
                "  groups landed %" PRIu64 ", released %" PRIu64 "\n",
                w->issued, w->landed, outstanding(w), w->dropped, relative(w, w->landed_groups),
                relative(w, w->released_groups));
-        printf("  ring %5u [%s] %u free, %u issued (i), %u landed or in use (#)\n", w->geometry.ring, bar,
-               count[CTL_SLOT_FREE], count[CTL_SLOT_ISSUED], count[CTL_SLOT_LANDED]);
+        printf("  ring %5u [%s] %u free, %u issued (i), %u landed (#), %u in use (@)\n", w->geometry.ring,
+               bar, count[CTL_SLOT_FREE], count[CTL_SLOT_ISSUED], count[CTL_SLOT_LANDED],
+               count[CTL_SLOT_USED]);
     }
     if (options->json)
         ctl_json_print(list);

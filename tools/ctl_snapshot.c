@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define NAME(table, value) ((value) < sizeof table / sizeof *table && table[value] ? table[value] : "?")
 
@@ -26,6 +27,30 @@ static uint64_t load64(const _Atomic uint64_t *word)
 static uint32_t load32(const _Atomic uint32_t *word)
 {
     return atomic_load_explicit(word, memory_order_acquire);
+}
+
+/* The worker's word for which descriptor it is: what it leads to is checked, then copied. */
+static void copy_server(struct ctl_worker *w, uint32_t fd_number)
+{
+    struct shm_error err = {0};
+    void *base;
+    int fd;
+    if (!fd_number || prt_peer_open((pid_t)atomic_load(&w->row.pid), fd_number, sizeof(struct shm_server),
+                                    "server segment", &fd, &err))
+        return;
+    int rc = prt_file_map(fd, "server segment", sizeof(struct shm_server), false, &base, &err);
+    close(fd);
+    if (rc)
+        return;
+    const struct shm_server *s = base;
+    if (shm_header_check(&s->header, SHM_SERVER_MAGIC, sizeof *s, "server segment", &err) == 0 &&
+        shm_header_check_counters(&s->header, "server segment", &err) == 0) {
+        shm_counters_copy(SHM_BLOCK_SERVER, &s->counters, w->server);
+        uint64_t oldest_ns = load64(&s->oldest_ns), now_ns = shm_now_ns();
+        w->server[SHM_SERVER_WORD_QUEUE_OLDEST_NS] = oldest_ns && now_ns > oldest_ns ? now_ns - oldest_ns : 0;
+        w->serves = true;
+    }
+    munmap(base, sizeof *s);
 }
 
 static void copy_segment(struct ctl_worker *w, const void *base, const struct shm_worker_layout *layout)
@@ -52,9 +77,12 @@ static void copy_segment(struct ctl_worker *w, const void *base, const struct sh
     w->held_off = load32(&s->held_off);
     w->result = load32(&s->result);
     w->detached = load32(&s->detached);
-    const _Atomic uint64_t *totals = (const _Atomic uint64_t *)&s->totals;
-    for (size_t i = 0; i < sizeof w->totals / 8; i++)
-        w->totals[i] = load64(&totals[i]);
+    shm_counters_copy(SHM_BLOCK_LINK, &s->link, w->link);
+    shm_counters_copy(SHM_BLOCK_COMPUTE, &s->compute, w->compute);
+    w->layers = calloc(w->geometry.layers, SHM_LAYER_WORDS * sizeof *w->layers);
+    for (uint32_t i = 0; w->layers && i < w->geometry.layers; i++)
+        shm_counters_copy(SHM_BLOCK_LAYER, &v.layer[i], w->layers + (size_t)i * SHM_LAYER_WORDS);
+    copy_server(w, s->server_fd);
     w->slots = calloc(w->geometry.ring, sizeof *w->slots);
     for (uint32_t i = 0; w->slots && i < w->geometry.ring; i++)
         w->slots[i] = load64(&v.slot_map[i]);
@@ -92,6 +120,7 @@ void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_
         if (rc || (only_pid && only_pid != pid))
             continue;
         w->alive = prt_process_alive((pid_t)pid, w->row.start);
+        w->suspended = w->alive && prt_process_stopped((pid_t)pid);
         struct shm_worker_layout layout;
         struct shm_error err = {0};
         const void *base;
@@ -99,19 +128,23 @@ void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_
             snprintf(w->why, sizeof w->why, "process %u is gone", pid);
         else if (prt_client_map_worker(&w->row, &layout, &base, &err))
             snprintf(w->why, sizeof w->why, "%s", shm_error_text(&err));
-        else {
+        else if (shm_header_check_counters(base, "control segment", &err)) {
+            snprintf(w->why, sizeof w->why, "%s", shm_error_text(&err));
+            munmap((void *)base, layout.total_bytes);
+        } else {
             w->mapped = true;
             copy_segment(w, base, &layout);
             munmap((void *)base, layout.total_bytes);
         }
         n->workers++;
     }
+    ctl_counters_look(n);
 }
 
 void ctl_snapshot_free(struct ctl_snapshot *snapshot)
 {
     for (uint32_t i = 0; i < snapshot->workers; i++)
-        free(snapshot->worker[i].slots);
+        free(snapshot->worker[i].slots), free(snapshot->worker[i].layers);
     snapshot->workers = 0;
 }
 
@@ -125,5 +158,7 @@ enum ctl_slot ctl_slot_state(const struct ctl_worker *w, uint64_t word)
     uint32_t to_landed = ((uint32_t)w->landed_groups - group) & 0x7fffffff;
     if (to_released > 0 && to_released < 0x40000000)
         return CTL_SLOT_FREE;
-    return to_landed > 0 && to_landed < 0x40000000 ? CTL_SLOT_LANDED : CTL_SLOT_ISSUED;
+    if (!to_landed || to_landed >= 0x40000000)
+        return CTL_SLOT_ISSUED;
+    return to_released ? CTL_SLOT_LANDED : CTL_SLOT_USED; /* groups are computed in order: this is the next */
 }

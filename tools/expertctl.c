@@ -41,19 +41,22 @@ static int call_stop(struct prt_client *client, const struct ctl_options *o, str
 }
 
 static const struct command commands[] = {
-    {"status", ctl_show_status, NULL, false}, {"workers", ctl_show_workers, NULL, false},
-    {"rings", ctl_show_rings, NULL, false},   {"trace", ctl_show_trace, NULL, false},
-    {"verify", ctl_verify, NULL, false},      {"configure", NULL, ctl_configure, true},
-    {"drain", NULL, call_drain, false},       {"stop", NULL, call_stop, false},
+    {"status", ctl_show_status, NULL, false},     {"workers", ctl_show_workers, NULL, false},
+    {"rings", ctl_show_rings, NULL, false},       {"trace", ctl_show_trace, NULL, false},
+    {"counters", ctl_show_counters, NULL, false}, {"metrics", ctl_show_metrics, NULL, false},
+    {"verify", ctl_verify, NULL, false},          {"configure", NULL, ctl_configure, true},
+    {"drain", NULL, call_drain, false},           {"stop", NULL, call_stop, false},
 };
 
 static const char doc[] =
     "Looks into a running expertd, changes a worker's settings, or tells it to drain or stop.\v"
     "Commands:\n"
     "  status     the instance: model, arena, defaults, sessions\n"
-    "  workers    attached workers and their totals\n"
+    "  workers    attached workers and what they did so far\n"
     "  rings      per worker: layers, head, landed, outstanding, dropped, slot states\n"
     "  trace      per worker: what became of its last chunks\n"
+    "  counters   every counter of expertd and its workers\n"
+    "  metrics    the same for Prometheus: a file, or over loopback HTTP\n"
     "  verify     recompute every checksum of the arena\n"
     "  configure  settings of a live worker, from its next stream on\n"
     "  drain      no new streams and sessions from now on\n"
@@ -75,7 +78,10 @@ enum {
     OPT_DEPTH,
     OPT_FLOOR,
     OPT_GBPS,
-    OPT_LATENCY
+    OPT_LATENCY,
+    OPT_LIST,
+    OPT_DETAIL,
+    OPT_LISTEN
 };
 
 static const struct argp_option options[] = {
@@ -86,6 +92,12 @@ static const struct argp_option options[] = {
     {"watch", 'w', "SECONDS", 0, "Show again and again until interrupted", 0},
     {"worker", 'p', "PID", 0, "Only this worker", 0},
     {"count", 'n', "N", 0, "trace: chunks of each worker, newest last (default: 16)", 0},
+    {"list", OPT_LIST, 0, 0, "counters: what is counted, with units and meaning; needs no expertd", 0},
+    {"detail", OPT_DETAIL, 0, 0, "counters, metrics: also those of each layer and others rarely wanted", 0},
+    {"output", 'o', "FILE", 0, "metrics: write FILE, whole at any time (node_exporter's textfile collector)",
+     0},
+    {"listen", OPT_LISTEN, "[ADDRESS:]PORT", 0,
+     "metrics: answer GET /metrics there, a loopback address, until interrupted; 0: any port", 0},
     {"deadline", OPT_DEADLINE, "SECONDS", 0, "drain, stop: how long running streams may take (default: 10)",
      0},
     {"session", OPT_SESSION, "N", 0, "configure: the worker by its session (else by --worker)", 0},
@@ -177,6 +189,18 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     case 'n':
         p->options.count = (uint32_t)number(state, "count", arg, 0, SHM_REPORTS);
         return 0;
+    case OPT_LIST:
+        p->options.list = true;
+        return 0;
+    case OPT_DETAIL:
+        p->options.detail = true;
+        return 0;
+    case 'o':
+        p->options.output = arg;
+        return 0;
+    case OPT_LISTEN:
+        p->options.listen = arg;
+        return 0;
     case OPT_DEADLINE:
         p->options.deadline_s = number(state, "deadline", arg, 0, 3600);
         return 0;
@@ -206,6 +230,11 @@ static int show_once(const struct parsed *p, struct shm_error *err)
     int rc = prt_client_open(p->options.runtime_dir, p->options.instance, PRT_OPEN_STALE, &client, err);
     if (rc)
         return exit_status(rc);
+    rc = shm_header_check_counters(&prt_client_store(client)->header, prt_client_paths(client)->store, err);
+    if (rc) {
+        prt_client_close(&client);
+        return exit_status(rc);
+    }
     struct ctl_snapshot *snapshot = calloc(1, sizeof *snapshot);
     if (!snapshot) {
         prt_client_close(&client);
@@ -219,14 +248,19 @@ static int show_once(const struct parsed *p, struct shm_error *err)
     return status;
 }
 
+/* Being interrupted is how a watch ends. */
+static void catch_signals(void)
+{
+    struct sigaction sa = {.sa_handler = on_signal};
+    sigaction(SIGINT, &sa, NULL);
+    sigaction(SIGTERM, &sa, NULL);
+}
+
 static int show(const struct parsed *p, struct shm_error *err)
 {
     bool screen = p->options.watch_s > 0 && !p->options.json && isatty(STDOUT_FILENO);
-    if (p->options.watch_s > 0) { /* being interrupted is how a watch ends */
-        struct sigaction sa = {.sa_handler = on_signal};
-        sigaction(SIGINT, &sa, NULL);
-        sigaction(SIGTERM, &sa, NULL);
-    }
+    if (p->options.watch_s > 0)
+        catch_signals();
     for (;;) {
         if (screen)
             fputs("\033[H\033[J", stdout);
@@ -273,7 +307,15 @@ int main(int argc, char **argv)
     struct parsed p = {.options = {.count = 16, .deadline_s = 10}};
     argp_parse(&argp, argc, argv, 0, NULL, &p);
     struct shm_error err = {0};
-    int status = p.command->show ? show(&p, &err) : call(&p, &err);
+    int status;
+    if (p.command->show == ctl_show_counters && p.options.list) {
+        status = ctl_list_counters(&p.options);
+    } else if (p.command->show == ctl_show_metrics && p.options.listen) {
+        catch_signals();
+        status = ctl_metrics_serve(&p.options, &interrupted, &err) ? CTL_EXIT_ATTACH : CTL_EXIT_OK;
+    } else {
+        status = p.command->show ? show(&p, &err) : call(&p, &err);
+    }
     if (interrupted) /* a watch: what a slow reader has not taken is not waited for */
         _exit(status);
     if (!err.code && (fflush(stdout) || ferror(stdout)))

@@ -210,7 +210,8 @@ def test_trace_counters_and_worker_agree(world):
     (shown,) = json.loads(world.ctl("trace", "--json", "--count", "64").stdout)
     lines = trace_lines(d.text())
     assert len(turn["chunks"]) > 1
-    assert len(lines) == w["totals"]["streams"] == turn["stream"]["chunks"] + turn["decode_stream"]["chunks"]
+    counters = w["counters"]
+    assert len(lines) == sum(counters["streams"].values()) == turn["stream"]["chunks"] + turn["decode_stream"]["chunks"]
     for ours, theirs in zip(turn["chunks"], lines):
         for mine, other in (("tokens", "tokens"), ("entries", "entries"), ("copied", "copied"), ("dropped", "dropped"),
                             ("wasted", "unrouted"), ("bytes_copied", "bytes")):
@@ -218,11 +219,14 @@ def test_trace_counters_and_worker_agree(world):
         assert (ours["policy"], ours["order"]) == (theirs["policy"], theirs["order"])
         assert abs(float(theirs["routed"].rstrip("%")) - 100 * ours["routed"] / ours["entries"]) < 0.06
         assert abs(float(theirs["link_ms"]) - ours["link_ms"]) < 0.01
+    totals = {"entries": counters["stream_entries"], "copied": sum(counters["link_copies"].values()),
+              "dropped": sum(counters["stream_drops"].values()), "wasted": counters["link_copies"]["ahead_wasted"],
+              "bytes": sum(counters["link_bytes"].values())}
     for key, field in (("entries", "entries"), ("copied", "copied"), ("dropped", "dropped"), ("wasted", "unrouted"),
                        ("bytes", "bytes")):
-        assert sum(int(line[field]) for line in lines) == w["totals"][key], key
+        assert sum(int(line[field]) for line in lines) == totals[key], key
         told = "bytes_copied" if key == "bytes" else key
-        assert turn["stream"][told] + turn["decode_stream"][told] == w["totals"][key], key
+        assert turn["stream"][told] + turn["decode_stream"][told] == totals[key], key
     tail = lines[-len(shown["chunks"]):]
     assert [int(line["stream"]) for line in tail] == [c["stream"] for c in shown["chunks"]]
     assert [int(line["copied"]) for line in tail] == [c["copied"] for c in shown["chunks"]]

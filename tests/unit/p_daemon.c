@@ -211,7 +211,7 @@ static void test_refusals(struct kit *k)
     atomic_store(&good.view.worker->done_seq, 0);
 
     CHECK(kit_workers(k) == 0, "a refused worker is in the table");
-    CHECK(atomic_load(&prt_client_store(k->client)->refused) > 15, "refusals are not counted");
+    CHECK(atomic_load(&prt_client_store(k->client)->counters.refused) > 15, "refusals are not counted");
     check_holds(k, before, "after refusals");
 
     struct shm_error err = {0};
@@ -294,7 +294,7 @@ static void test_deaths(struct kit *k, int kills)
             (double)worst_ns / 1e6, late);
     CHECK(late <= kills / 50, "%d of %d deaths were seen after more than 100 ms", late, kills);
     check_holds(k, before, "after kills");
-    CHECK(atomic_load(&prt_client_store(k->client)->deaths) == (uint64_t)kills, "deaths are not counted");
+    CHECK(atomic_load(&prt_client_store(k->client)->counters.deaths) == (uint64_t)kills, "deaths are not counted");
 }
 
 /* ---- control ---- */
@@ -308,7 +308,7 @@ static void test_delivered_twice(struct kit *k)
     uint8_t bytes[4096];
     size_t n;
     kit_worker_make(k, 8, &w);
-    uint64_t attaches = atomic_load(&prt_client_store(k->client)->attaches);
+    uint64_t attaches = atomic_load(&prt_client_store(k->client)->counters.attaches);
     CHECK(prt_channel_connect(prt_client_paths(k->client)->socket, &channel, &err) == 0, "%s", err.text);
     prt_attach_request_encode(&w.request, 77, 1);
     int rc = prt_channel_request(channel, &w.request, sizeof(w.request), bytes, sizeof(bytes), &n, -1, 5000);
@@ -317,7 +317,7 @@ static void test_delivered_twice(struct kit *k)
     CHECK(rc == 0 && prt_attach_reply_decode(bytes, n, &second, &err) == 0, "%d %s", rc, err.text);
     CHECK(first.header.status == 0 && memcmp(&first, &second, sizeof(first)) == 0,
           "two answers to one request");
-    CHECK(atomic_load(&prt_client_store(k->client)->attaches) == attaches + 1 && kit_workers(k) == 1,
+    CHECK(atomic_load(&prt_client_store(k->client)->counters.attaches) == attaches + 1 && kit_workers(k) == 1,
           "a request delivered twice acted twice");
 
     /* another version: both are named, and the connection lives on */
@@ -449,7 +449,7 @@ static void test_life(struct kit *k)
 
     /* again: the arena is adopted; killed: callers know at once; again, over the remains */
     CHECK(kit_start(k, NULL) == 0, "no second start");
-    CHECK(prt_client_store(k->client)->adopted, "the arena was not adopted");
+    CHECK(prt_client_store(k->client)->counters.arena_adopted, "the arena was not adopted");
     kill(k->pid, SIGSTOP);
     CHECK(prt_client_liveness(k->client) == PRT_LIVE, "a stopped process is not dead");
     struct prt_channel *channel = NULL;
@@ -479,7 +479,7 @@ static void test_life(struct kit *k)
     prt_client_close(&stale);
     const char *no_keep[] = {"--no-keep", "--quiet", NULL};
     CHECK(kit_start(k, no_keep) == 0, "no start over the remains");
-    CHECK(prt_client_store(k->client)->adopted, "the arena was not adopted after a kill");
+    CHECK(prt_client_store(k->client)->counters.arena_adopted, "the arena was not adopted after a kill");
     CHECK(prt_client_stop(k->client, 100, true, &err) == 0, "stop: %s", err.text);
     CHECK(kit_wait(k, 5000) == 0, "stop: exit status");
     CHECK(!left_behind(k, "arena/default/arena"), "--no-keep kept the arena");

@@ -61,9 +61,9 @@ _expertd_complete() {
         esac
         ;;
     expertctl)
-        commands="status workers rings trace verify configure drain stop"
-        options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --deadline
-            --session --stream --order --depth --floor --link-gbps --link-latency-us"
+        commands="status workers rings trace counters metrics verify configure drain stop"
+        options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --list --detail -o --output
+            --listen --deadline --session --stream --order --depth --floor --link-gbps --link-latency-us"
         ;;
     expert-bench)
         options="--model -i --instance --runtime-dir --prompt --prompt-file --tokens -n --pairs --seconds --generate
@@ -78,7 +78,7 @@ _expertd_complete() {
     esac
 
     case $prev in
-    --model | -m | --prompt-file | --reads | --inferd | --expertd | --trace-file) _expertd_files -f "$cur" ;;
+    --model | -m | --prompt-file | --reads | --inferd | --expertd | --trace-file | --output | -o) _expertd_files -f "$cur" ;;
     --runtime-dir | --arena-dir) _expertd_files -d "$cur" ;;
     --instance | -i) _expertd_words "$(_expertd_instances 2>/dev/null)" "$cur" ;;
     --device) _expertd_words "auto host cuda" "$cur" ;;
