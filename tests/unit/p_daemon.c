@@ -294,7 +294,8 @@ static void test_deaths(struct kit *k, int kills)
             (double)worst_ns / 1e6, late);
     CHECK(late <= kills / 50, "%d of %d deaths were seen after more than 100 ms", late, kills);
     check_holds(k, before, "after kills");
-    CHECK(atomic_load(&prt_client_store(k->client)->counters.deaths) == (uint64_t)kills, "deaths are not counted");
+    CHECK(atomic_load(&prt_client_store(k->client)->counters.deaths) == (uint64_t)kills,
+          "deaths are not counted");
 }
 
 /* ---- control ---- */
