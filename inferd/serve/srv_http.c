@@ -259,6 +259,17 @@ static void process(struct srv_connection *c)
     c->in_process = false;
 }
 
+/* Between two requests: an end, but not before the last response is out. */
+static void end_idle(struct srv_connection *c)
+{
+    if (!evbuffer_get_length(bufferevent_get_output(c->bev))) {
+        destroy(c);
+        return;
+    }
+    event_del(c->timer);
+    c->state = FINISH;
+}
+
 static void on_timer(evutil_socket_t fd, short what, void *ctx);
 
 static void on_read(struct bufferevent *bev, void *ctx)
@@ -308,7 +319,7 @@ static void on_timer(evutil_socket_t fd, short what, void *ctx)
     else if (c->state == FINISH)
         linger(c);
     else if (c->state == HEAD && !c->x.start_ns)
-        destroy(c); /* idle */
+        end_idle(c);
     else if (c->state == HEAD || c->state == BODY)
         hand_out(c, 408, "the request did not arrive in time");
     else
@@ -450,7 +461,7 @@ void srv_http_drain(struct srv_http *h)
     for (struct srv_connection *c = h->connections, *next; c; c = next) {
         next = c->next;
         if (c->state == HEAD && !c->x.start_ns)
-            destroy(c);
+            end_idle(c);
     }
 }
 

@@ -60,7 +60,7 @@ class Daemon:
     def kill(self, sig=signal.SIGKILL):
         self.process.send_signal(sig)
 
-    def wait(self, timeout=20):
+    def wait(self, timeout=60):
         return self.process.wait(timeout * SLOW)
 
 
@@ -128,7 +128,7 @@ class World:
         """inferd run --json: the parsed object."""
         return json.loads(self.inferd("run", "--json", *options, **kw).stdout)
 
-    def until(self, condition, timeout=20, what="condition", every=0.01):
+    def until(self, condition, timeout=60, what="condition", every=0.01):
         end = time.monotonic() + timeout * SLOW
         while time.monotonic() < end:
             value = condition()
@@ -227,4 +227,4 @@ class Chat:
 
     def end(self):
         self.process.stdin.close()
-        return self.process.wait(20 * SLOW)
+        return self.process.wait(60 * SLOW)

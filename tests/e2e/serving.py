@@ -31,7 +31,7 @@ class Server:
     def connect(self, timeout=60):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout * SLOW)
 
-    def socket(self, timeout=20, receive=None):
+    def socket(self, timeout=60, receive=None):
         s = socket.socket()
         if receive:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
@@ -78,10 +78,10 @@ class Server:
         s.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
         return s
 
-    def until_status(self, condition, what, timeout=20):
+    def until_status(self, condition, what, timeout=60):
         return self.world.until(lambda: condition(self.status()), what=what, timeout=timeout)
 
-    def stop(self, timeout=30):
+    def stop(self, timeout=60):
         self.process.terminate()
         return self.process.wait(timeout * SLOW)
 

@@ -19,12 +19,22 @@ def need(package):
     return pytest.importorskip(package, reason=f"the Python package '{package}' is not installed (PyPI out of reach?)")
 
 
-@pytest.fixture
-def server(world, tmp_path):
+def start(world, tmp_path, *options):
     keys = tmp_path / "keys"
     keys.write_text(KEY + "\n")
-    world.expertd()
+    world.expertd(*options)
     return Server(world, "--api-key-file", keys, "--temperature", "0")
+
+
+@pytest.fixture
+def server(world, tmp_path):
+    return start(world, tmp_path)
+
+
+@pytest.fixture
+def slow_server(world, tmp_path):
+    """A long answer takes most of a minute: there is time to do something in its middle."""
+    return start(world, tmp_path, "--link-gbps", "0.05")
 
 
 def openai_client(server, **kw):
@@ -76,7 +86,8 @@ def test_openai(server):
         openai_client(server, key="sk-wrong").models.list()
 
 
-def test_openai_leaves_in_the_middle(server):
+def test_openai_leaves_in_the_middle(slow_server):
+    server = slow_server
     client = openai_client(server)
     events = client.chat.completions.create(model=MODEL, messages=ASK, stream=True, extra_body={"ignore_eos": True})
     next(iter(events))
@@ -110,7 +121,7 @@ def test_64_openai_clients_at_once(server):
 
 def test_openai_stream_that_fails(world):
     openai = need("openai")
-    d = world.expertd()
+    d = world.expertd("--link-gbps", "0.05")
     server = Server(world, "--resume-seconds", "1")
     events = openai_client(server).chat.completions.create(model=MODEL, messages=ASK, stream=True,
                                                            extra_body={"ignore_eos": True})
@@ -158,7 +169,7 @@ def test_anthropic(server):
 
 def test_anthropic_stream_that_fails(world):
     anthropic = need("anthropic")
-    d = world.expertd()
+    d = world.expertd("--link-gbps", "0.05")
     server = Server(world, "--resume-seconds", "1")
     with pytest.raises(anthropic.APIError, match="expertd"):
         with anthropic_client(server).messages.stream(model=MODEL, max_tokens=2000, messages=[
@@ -211,7 +222,8 @@ def test_chat_url(server, world, tmp_path):
         assert r.returncode == 1 and word in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
 
 
-def test_chat_url_is_cut_by_ctrl_c(server, world, tmp_path):
+def test_chat_url_is_cut_by_ctrl_c(slow_server, world, tmp_path):
+    server = slow_server
     key = tmp_path / "key"
     key.write_text(KEY + "\n")
     p = world.spawn([INFERD, "chat", "--url", server.url, "--api-key-file", key, "--ignore-eos", "-n", "2000"],
@@ -224,7 +236,7 @@ def test_chat_url_is_cut_by_ctrl_c(server, world, tmp_path):
     world.until(lambda: server.get("/v1/status", headers=headers)[2]["queue"]["cancelled"] == 1, what="the work stops")
     world.until(lambda: "answer cut" in p.log.read_text(), what="the client says so")
     p.stdin.close()
-    assert p.wait(20 * SLOW) == 0
+    assert p.wait(60 * SLOW) == 0
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather of a city.", "parameters": {

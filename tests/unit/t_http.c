@@ -199,7 +199,8 @@ Test(http, a_callback_put_off_does_not_outlive_the_base)
     close(fd);
 }
 
-Test(http, all_is_sent_when_drained)
+/* drained: before the response is queued, else while it is on its way. */
+static void drained(bool before)
 {
     static char big[BIG], got[BIG];
     struct bench b;
@@ -208,9 +209,13 @@ Test(http, all_is_sent_when_drained)
     for (unsigned i = 0; i < 100000 && !b.x; i++)
         steps(&b, 1);
     cr_assert(b.x);
-    srv_http_drain(b.http);
+    if (before)
+        srv_http_drain(b.http);
     srv_reply(b.x, 200, "text/plain", big, sizeof big);
     b.x = NULL;
+    if (!before)
+        srv_http_drain(b.http);
+    cr_assert(srv_http_sending(b.http));
     size_t n = 0;
     ssize_t r;
     while ((r = recv(fd, got, sizeof got, MSG_DONTWAIT))) {
@@ -223,4 +228,10 @@ Test(http, all_is_sent_when_drained)
         steps(&b, 1);
     end(&b);
     close(fd);
+}
+
+Test(http, all_is_sent_when_drained)
+{
+    drained(true);
+    drained(false);
 }
