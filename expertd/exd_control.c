@@ -17,6 +17,11 @@ union reply {
     struct prt_configure_reply configure;
     struct prt_drain_reply drain;
     struct prt_stop_reply stop;
+    struct prt_parkopen_reply parkopen;
+    struct prt_parkfind_reply parkfind;
+    struct prt_parkreserve_reply parkreserve;
+    struct prt_parkcommit_reply parkcommit;
+    struct prt_parkdone_reply parkdone;
 };
 
 /* Refusals are logged up to ten a second: whoever sends garbage shall not fill the disk with lines. */
@@ -125,6 +130,21 @@ static int configure(struct exd_daemon *d, const struct prt_configure_request *r
     return 0;
 }
 
+/* For the requests about the park: the session is the sender's, and there is a park. */
+static int check_park(struct exd_daemon *d, uint64_t number, uint32_t pid, struct shm_error *err)
+{
+    uint32_t index;
+    struct exd_session *session = find(d, number, &index);
+    if (!session)
+        return no_session(number, err);
+    if (exd_session_pid(session) != (pid_t)pid)
+        return shm_error_set(err, EPERM, "session %llu belongs to process %d, not to %u",
+                             (unsigned long long)number, (int)exd_session_pid(session), pid);
+    if (!d->start.park)
+        return shm_error_set(err, ENOTSUP, "nothing is parked here: %s", d->start.park_note);
+    return 0;
+}
+
 /* One case of the dispatch: decode, act, encode. A failure's body is all zero. */
 #define HANDLE(name, NAME, action)                                                                           \
     case PRT_##NAME: {                                                                                       \
@@ -136,6 +156,12 @@ static int configure(struct exd_daemon *d, const struct prt_configure_request *r
             memset(reply, 0, sizeof(*reply));                                                                \
         return prt_##name##_reply_encode(&reply->name, &h, rc, shm_error_text(&err));                        \
     }
+
+#define HANDLE_PARK(name, NAME, act)                                                                         \
+    HANDLE(name, NAME,                                                                                       \
+           (rc = check_park(d, request.session, request.pid, &err)) < 0                                      \
+               ? rc                                                                                          \
+               : (rc = act(d->start.park, &request, &reply->name, &err), exd_start_show_park(d), rc))
 
 /* Answers n bytes; returns the reply's size. */
 static size_t answer(struct exd_daemon *d, const void *bytes, size_t n, union reply *reply)
@@ -156,6 +182,11 @@ static size_t answer(struct exd_daemon *d, const void *bytes, size_t n, union re
             HANDLE(stop, STOP,
                    (exd_daemon_drain(d, request.deadline_ms, true, "a client"),
                     reply->stop.state = exd_daemon_state(d), reply->stop.busy = exd_daemon_busy(d), 0))
+            HANDLE_PARK(parkopen, PARKOPEN, exd_park_join)
+            HANDLE_PARK(parkfind, PARKFIND, exd_park_find)
+            HANDLE_PARK(parkreserve, PARKRESERVE, exd_park_reserve)
+            HANDLE_PARK(parkcommit, PARKCOMMIT, exd_park_commit)
+            HANDLE_PARK(parkdone, PARKDONE, exd_park_done)
         default:
             rc = shm_error_set(&err, EOPNOTSUPP, "control request of type %u is not in protocol version %u",
                                h.type, PRT_VERSION);

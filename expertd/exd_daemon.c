@@ -89,6 +89,10 @@ void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *
     exd_store_clear_worker(d->store, index);
     epoll_ctl(d->epoll_fd, EPOLL_CTL_DEL, exd_session_pidfd(s), NULL);
     d->session[index] = NULL;
+    if (d->start.park) {
+        exd_park_leave(d->start.park, exd_session_number(s));
+        exd_start_show_park(d);
+    }
     exd_session_close(s, why);
     uint32_t free = 0;
     while (d->closing[free]) /* there is one: exd_daemon_add_session */
@@ -257,6 +261,9 @@ static void on_started(struct exd_daemon *d)
     atomic_store_explicit(&s->pinned, info.pinned, memory_order_relaxed);
     atomic_store_explicit(&s->huge_pages, info.huge, memory_order_relaxed);
     snprintf(s->device, sizeof(s->device), "%s", exd_device_text(d->start.device));
+    snprintf(s->park_note, sizeof(s->park_note), "%s", d->start.park_note);
+    exd_start_show_park(d);
+    exd_log(EXD_LOG_INFO, "park: %s%s", d->start.park ? "parked keys and values go to " : "", s->park_note);
     if (info.warning[0])
         exd_store_detail(d->store, info.warning);
     if (d->start.loader)

@@ -11,6 +11,7 @@
 #include "expertd/exd_device.h"
 #include "expertd/exd_loader.h"
 #include "expertd/exd_options.h"
+#include "expertd/exd_park.h"
 #include "expertd/exd_progress.h"
 #include "expertd/exd_session.h"
 #include "expertd/exd_store.h"
@@ -33,7 +34,9 @@ struct exd_start {
     struct exd_plan *plan;
     struct exd_arena *arena;
     struct exd_device *device;
-    struct exd_loader *loader; /* NULL: the arena was adopted, or is loaded */
+    struct exd_park *park;          /* NULL: nothing is parked */
+    char park_note[SHM_NOTE_BYTES]; /* where, or why not */
+    struct exd_loader *loader;      /* NULL: the arena was adopted, or is loaded */
     struct exd_progress progress;
     bool show_progress;
     struct shm_store *segment; /* load counters: written by loader threads (atomics) */
@@ -83,6 +86,9 @@ void exd_start_cancel(struct exd_start *s);
 int exd_start_finish(struct exd_start *s, struct shm_error *err);
 void exd_start_loaded(struct exd_start *s);
 void exd_start_destroy(struct exd_start *s, bool keep);
+
+/* exd_start.c. Shows the park's numbers in the store. */
+void exd_start_show_park(struct exd_daemon *d);
 
 /* exd_control.c. Takes and answers the requests that wait. */
 void exd_control_handle(struct exd_daemon *d);

@@ -29,6 +29,7 @@ enum key {
     KEY_IO_DEPTH,
     KEY_PIN,
     KEY_NO_KEEP,
+    KEY_PARK,
     KEY_TRACE,
     KEY_TRACE_FILE,
     KEY_WATCHDOG,
@@ -47,6 +48,11 @@ static const struct argp_option option_table[] = {
     {"arena-dir", KEY_ARENA_DIR, "DIR", 0, "Where the arena goes; a tmpfs or hugetlbfs (default: chosen)", 1},
     {"pin", KEY_PIN, "auto|require|off", 0, "Lock the arena in memory (default: auto)", 1},
     {"no-keep", KEY_NO_KEEP, NULL, 0, "Remove the arena at exit instead of keeping it for the next start", 1},
+    {"park", KEY_PARK, "SIZE|auto|off", 0,
+     "Most memory for keys and values that workers park, for their next life and for each other: bytes, or "
+     "with K, M, G, T. Taken as it is used. auto: an eighth of the memory available at start, at most 32G "
+     "(default: auto)",
+     1},
     {NULL, 0, NULL, 0, "Stream (each worker may ask for its own):", 2},
     {"device", KEY_DEVICE, "auto|host|cuda[:N]", 0,
      "Device that the links copy to: host memory, or CUDA GPUs (all, or number N). auto: CUDA if there is a "
@@ -109,6 +115,33 @@ static int parse_device(const char *text, struct exd_options *o, struct shm_erro
     return rc;
 }
 
+static int parse_park(const char *text, struct exd_options *o, struct shm_error *err)
+{
+    static const char units[] = "KMGT";
+    o->park_auto = strcmp(text, "auto") == 0;
+    o->park_bytes = 0;
+    if (o->park_auto || strcmp(text, "off") == 0)
+        return 0;
+    char *end;
+    errno = 0;
+    unsigned long long n = text[0] >= '0' && text[0] <= '9' ? strtoull(text, &end, 10) : (end = NULL, 0);
+    unsigned shift = 0;
+    if (end && *end) {
+        const char *unit = strchr(units, *end);
+        shift = unit ? 10 * (unsigned)(unit - units + 1) : 0;
+        if (unit)
+            end++;
+    }
+    if (!end || errno || *end || n > (UINT64_C(1) << 46) >> shift)
+        return shm_error_set(
+            err, EINVAL,
+            "--park: '%.40s' is neither auto, off nor a number of bytes up to 64T (K, M, G and "
+            "T are understood)",
+            text);
+    o->park_bytes = n << shift;
+    return 0;
+}
+
 static int apply(struct exd_options *o, int key, const char *arg, struct shm_error *err)
 {
     uint32_t ms;
@@ -157,6 +190,8 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
     case KEY_NO_KEEP:
         o->keep = false;
         return 0;
+    case KEY_PARK:
+        return parse_park(arg, o, err);
     case KEY_TRACE:
         o->trace = true;
         return 0;
@@ -231,6 +266,7 @@ int exd_options_parse(int argc, char **argv, struct exd_options *ret_options, st
             .io = EXD_READER_AUTO,
             .pin = EXD_PIN_AUTO,
             .device_ordinal = -1,
+            .park_auto = true,
             .keep = true,
             .drain_ms = 5000,
             .log_level = EXD_LOG_INFO,

@@ -5,6 +5,8 @@
 #include "shm/shm_bell.h"
 
 #include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -47,6 +49,104 @@ uint64_t exd_start_look(struct exd_start *s)
     shm_counter_set(&c->arena_numa_sampled, r.sampled);
     shm_counter_set(&c->arena_numa_away, r.away);
     return shm_now_ns() - begin_ns;
+}
+
+#define PARK_SHARE    8 /* of what is available: the rest is for workers and everything else */
+#define PARK_AUTO_MAX (UINT64_C(32) << 30)
+#define PARK_AUTO_MIN (UINT64_C(16) << 20)
+
+/* The largest file for which nothing stands in the way in dir now, to a MiB or so; 0: not even a small one.
+ */
+static uint64_t available(const char *dir)
+{
+    uint64_t low = 0, high = PARK_SHARE * PARK_AUTO_MAX;
+    struct shm_error ignored;
+    while (high - low > (1u << 20) && high - low > high / 64) {
+        uint64_t middle = low + (high - low) / 2;
+        struct exd_limits_need need = {.dir = dir, .file_bytes = middle};
+        if (exd_limits_check(&need, &ignored) == 0)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Beside the arena; where that is no ordinary memory file system, in the instance's directory. What was asked
+ * for and can't be had is an error; what nobody asked for is only told. */
+static int open_park(struct exd_daemon *d)
+{
+    struct exd_start *s = &d->start;
+    const struct exd_options *o = d->options;
+    struct exd_arena_info info;
+    exd_arena_info(s->arena, &info);
+    char dir[SHM_PATH_BYTES];
+    snprintf(dir, sizeof(dir), "%s", info.path);
+    *strrchr(dir, '/') = '\0';
+    exd_park_sweep(dir);
+    exd_park_sweep(d->paths.dir);
+    enum exd_fs fs = info.fs;
+    if (fs != EXD_FS_TMPFS) {
+        snprintf(dir, sizeof(dir), "%s", d->paths.dir);
+        if (exd_limits_fs(dir, &fs) < 0)
+            fs = EXD_FS_OTHER;
+    }
+    uint64_t bytes = o->park_bytes;
+    if (!o->park_auto && !bytes) {
+        snprintf(s->park_note, sizeof(s->park_note), "off (--park)");
+        return 0;
+    }
+    if (fs != EXD_FS_TMPFS) {
+        snprintf(s->park_note, sizeof(s->park_note),
+                 "off: neither arena nor runtime directory is on a tmpfs: choose one with --runtime-dir");
+        if (o->park_auto)
+            return 0;
+        return shm_error_set(&s->error, ENOTSUP, "--park: parked keys and values are %s, or leave out --park",
+                             s->park_note);
+    }
+    if (o->park_auto) {
+        bytes = available(dir) / PARK_SHARE;
+        bytes = bytes > PARK_AUTO_MAX ? PARK_AUTO_MAX : bytes & ~UINT64_C(0xfffff);
+        if (bytes < PARK_AUTO_MIN) {
+            snprintf(s->park_note, sizeof(s->park_note),
+                     "off: too little memory is available for it: give --park SIZE to have it");
+            return 0;
+        }
+    } else {
+        struct exd_limits_need need = {.dir = dir, .file_bytes = bytes};
+        struct shm_error why;
+        int rc = exd_limits_check(&need, &why);
+        if (rc < 0)
+            return shm_error_set(&s->error, rc, "--park: %.440s", shm_error_text(&why));
+    }
+    struct exd_park_config config = {.dir = dir, .bytes = bytes};
+    memcpy(config.model, exd_arena_view(s->arena)->arena->fingerprint, sizeof(config.model));
+    struct shm_error why = {0};
+    int rc = exd_park_open(&config, &s->park, &why);
+    if (rc == 0)
+        snprintf(s->park_note, sizeof(s->park_note), "%.127s", exd_park_path(s->park));
+    else if (o->park_auto)
+        snprintf(s->park_note, sizeof(s->park_note), "off: %.120s", shm_error_text(&why));
+    else
+        s->error = why;
+    return o->park_auto ? 0 : rc;
+}
+
+void exd_start_show_park(struct exd_daemon *d)
+{
+    struct shm_store_counters *c = &exd_store_segment(d->store)->counters;
+    struct exd_park_stats now;
+    if (!d->start.park)
+        return;
+    exd_park_stats(d->start.park, &now);
+    shm_counter_set(&c->park_bytes, now.bytes);
+    shm_counter_set(&c->park_held_bytes, now.held_bytes);
+    shm_counter_set(&c->park_blocks, now.kept);
+    shm_counter_set(&c->park_committed, now.committed);
+    shm_counter_set(&c->park_found, now.found);
+    shm_counter_set(&c->park_ignored, now.ignored);
+    shm_counter_set(&c->park_evicted, now.evicted);
+    shm_counter_set(&c->park_wrong, now.wrong);
 }
 
 static int open_all(struct exd_daemon *d)
@@ -94,8 +194,9 @@ static int open_all(struct exd_daemon *d)
         if (rc < 0)
             return rc;
     }
-    if (exd_arena_complete(s->arena))
-        return 0;
+    rc = open_park(d);
+    if (rc < 0 || exd_arena_complete(s->arena))
+        return rc;
     struct exd_loader_config loader = {.model = s->model,
                                        .arena = s->arena,
                                        .reader = {.io = o->io,
@@ -168,6 +269,7 @@ void exd_start_destroy(struct exd_start *s, bool keep)
     exd_start_finish(s, &ignored);
     exd_loader_destroy(&s->loader); /* writes into the arena until then */
     exd_device_close(&s->device);   /* unregisters: before the arena is unmapped */
+    exd_park_close(&s->park);       /* before its directory goes */
     exd_arena_close(&s->arena, keep);
     exd_start_loaded(s);
 }

@@ -194,8 +194,8 @@ int prt_client_wait_serving(struct prt_client *client, uint32_t timeout_ms, stru
 }
 
 /* Sends the request, receives into client->reply. Checks that it answers this very request. */
-static int call(struct prt_client *c, struct prt_request_header *request, size_t *ret_bytes,
-                struct shm_error *err)
+static int call(struct prt_client *c, struct prt_request_header *request, uint32_t timeout_ms,
+                size_t *ret_bytes, struct shm_error *err)
 {
     if (prt_client_liveness(c) != PRT_LIVE)
         return expertd_gone(c, err);
@@ -206,13 +206,13 @@ static int call(struct prt_client *c, struct prt_request_header *request, size_t
     }
     size_t n = 0;
     int rc = prt_channel_request(c->channel, request, request->total_bytes, c->reply, sizeof(c->reply), &n,
-                                 c->pidfd, PRT_CALL_TIMEOUT_MS);
+                                 c->pidfd, timeout_ms);
     if (rc == -ESRCH)
         return expertd_gone(c, err);
     if (rc == -ETIMEDOUT)
         return shm_error_set(err, ETIMEDOUT,
                              "expertd (pid %d) did not answer %s within %u s: it is stopped or stuck",
-                             (int)c->pid, prt_type_name(request->type), PRT_CALL_TIMEOUT_MS / 1000);
+                             (int)c->pid, prt_type_name(request->type), timeout_ms / 1000);
     if (rc < 0)
         return shm_error_set(err, rc, "control channel %s: %s", c->paths.socket, strerror(-rc));
     const struct prt_reply_header *h = (const struct prt_reply_header *)(const void *)c->reply;
@@ -233,11 +233,12 @@ static int refused(const struct prt_reply_header *h, struct shm_error *err)
 }
 
 /* One call: encode, send, decode, status. `message` is the upper-case name's lower-case form. */
-#define CALL(c, message, req, rep, e)                                                                        \
+#define CALL(c, message, req, rep, e) CALL_FOR(c, message, req, rep, PRT_CALL_TIMEOUT_MS, e)
+#define CALL_FOR(c, message, req, rep, ms, e)                                                                \
     ({                                                                                                       \
         size_t n_;                                                                                           \
         prt_##message##_request_encode((req), (c)->epoch, ++(c)->next_id);                                   \
-        int rc_ = call((c), &(req)->header, &n_, (e));                                                       \
+        int rc_ = call((c), &(req)->header, (ms), &n_, (e));                                                 \
         if (rc_ == 0)                                                                                        \
             rc_ = prt_##message##_reply_decode((c)->reply, n_, (rep), (e));                                  \
         if (rc_ == 0 && (rep)->header.status < 0)                                                            \
@@ -314,3 +315,16 @@ int prt_client_stop(struct prt_client *client, uint32_t deadline_ms, bool wait, 
             return 0;
     }
 }
+
+#define PARK_CALL(message)                                                                                   \
+    int prt_client_##message(struct prt_client *client, struct prt_##message##_request *request,             \
+                             struct prt_##message##_reply *ret_reply, struct shm_error *err)                 \
+    {                                                                                                        \
+        request->pid = (uint32_t)getpid();                                                                   \
+        return CALL_FOR(client, message, request, ret_reply, PRT_PARK_TIMEOUT_MS, err);                      \
+    }
+PARK_CALL(parkopen)
+PARK_CALL(parkfind)
+PARK_CALL(parkreserve)
+PARK_CALL(parkcommit)
+PARK_CALL(parkdone)

@@ -76,6 +76,20 @@ int prt_client_configure(struct prt_client *client, struct prt_configure_request
 int prt_client_drain(struct prt_client *client, uint32_t deadline_ms, struct prt_drain_reply *ret_reply,
                      struct shm_error *err);
 
+/* The park (shm/shm_park.h). These wait for PRT_PARK_TIMEOUT_MS at most: whoever asks can do without. The
+ * request's pid is filled here. */
+#define PRT_PARK_TIMEOUT_MS 1000u
+int prt_client_parkopen(struct prt_client *client, struct prt_parkopen_request *request,
+                        struct prt_parkopen_reply *ret_reply, struct shm_error *err);
+int prt_client_parkfind(struct prt_client *client, struct prt_parkfind_request *request,
+                        struct prt_parkfind_reply *ret_reply, struct shm_error *err);
+int prt_client_parkreserve(struct prt_client *client, struct prt_parkreserve_request *request,
+                           struct prt_parkreserve_reply *ret_reply, struct shm_error *err);
+int prt_client_parkcommit(struct prt_client *client, struct prt_parkcommit_request *request,
+                          struct prt_parkcommit_reply *ret_reply, struct shm_error *err);
+int prt_client_parkdone(struct prt_client *client, struct prt_parkdone_request *request,
+                        struct prt_parkdone_reply *ret_reply, struct shm_error *err);
+
 /* Asks expertd to drain and end. With wait: returns once the process has ended (deadline_ms + 10 s at most).
  */
 int prt_client_stop(struct prt_client *client, uint32_t deadline_ms, bool wait, struct shm_error *err);

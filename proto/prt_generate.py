@@ -17,13 +17,15 @@ HEAD = {"request": 32, "reply": 544}
 
 class Field:
     def __init__(self, line, where):
-        m = re.fullmatch(r"(u32|u64|i32|f64|(?:text|bytes)\[(\d+)\]) (\w+) (\S+) (.+?) : (.*)", line)
+        m = re.fullmatch(r"(u32|u64|i32|f64|(?:text|bytes|u32|u64)\[(\d+)\]) (\w+) (\S+) (.+?) : (.*)", line)
         if not m:
             sys.exit(f"{where}: not a field: {line}")
         self.type, count, self.name, rng, self.unit, self.text = m.groups()
         self.count = int(count) if count else 0
-        self.size = self.count or SIZES[self.type]
-        self.align = 1 if self.count else self.size
+        self.base = self.type.partition("[")[0]
+        self.array = bool(self.count) and self.base in SIZES
+        self.align = SIZES.get(self.base, 1)
+        self.size = self.align * (self.count or 1)
         self.low = self.high = None
         if rng != "any":
             low, high = rng.split("..")
@@ -33,11 +35,13 @@ class Field:
                 sys.exit(f"{where}: bad range {rng}")
         elif self.type.startswith("text"):
             sys.exit(f"{where}: text needs a range")
-        if self.type.startswith("bytes") and rng != "any":
-            sys.exit(f"{where}: bytes have no range")
+        if (self.type.startswith("bytes") or self.array) and rng != "any":
+            sys.exit(f"{where}: bytes and lists have no range")
         self.range = rng
 
     def declare(self):
+        if self.array:
+            return f"{CTYPES[self.base]} {self.name}[{self.count}];"
         if self.count:
             return f"{'char' if self.type.startswith('text') else 'uint8_t'} {self.name}[{self.count}];"
         return f"{CTYPES[self.type]} {self.name};"

@@ -3,6 +3,7 @@
  * fails here needs a new magic of its segment (SHM_STORE_MAGIC, SHM_WORKER_MAGIC, SHM_ARENA_MAGIC) with the
  * new numbers. */
 #include "shm/shm_arena.h"
+#include "shm/shm_park.h"
 #include "shm/shm_server.h"
 #include "shm/shm_store.h"
 #include "shm/shm_worker.h"
@@ -114,7 +115,7 @@ AT(shm_store_worker, slot_bytes, 112);
 AT(shm_store_worker, device, 120);
 AT(shm_store_worker, device_index, 124);
 
-SIZE(shm_store, 12672);
+SIZE(shm_store, 12800);
 AT(shm_store, header, 0);
 AT(shm_store, state, 64);
 AT(shm_store, instance, 72);
@@ -135,12 +136,21 @@ AT(shm_store, link_gbps, 2744);
 AT(shm_store, link_latency_us, 2752);
 AT(shm_store, heartbeat_ns, 2760);
 AT(shm_store, device, 2768);
-AT(shm_store, counters, 2944);
-AT(shm_store, worker, 3456);
+AT(shm_store, park_note, 2896);
+AT(shm_store, counters, 3072);
+AT(shm_store, worker, 3584);
 
 SIZE(shm_server, 2176);
 AT(shm_server, oldest_ns, 64);
 AT(shm_server, counters, 128);
+
+SIZE(shm_park_head, 1024);
+AT(shm_park_head, key, 0);
+AT(shm_park_head, parent, 16);
+AT(shm_park_head, block_bytes, 32);
+AT(shm_park_head, tokens, 40);
+AT(shm_park_head, exact, 44);
+AT(shm_park_head, ids, 48);
 
 SIZE(shm_arena, 224);
 AT(shm_arena, header, 0);

@@ -10,10 +10,11 @@
 #include "shm/shm_counter.h"
 #include "shm/shm_header.h"
 
-#define SHM_STORE_MAGIC   "EXDSTO03"
+#define SHM_STORE_MAGIC   "EXDSTO04"
 #define SHM_STORE_WORKERS 64
 #define SHM_NAME_BYTES    64
 #define SHM_PATH_BYTES    1024
+#define SHM_NOTE_BYTES    128
 
 #define SHM_STORE_STARTING 1u /* reads the model's header, checks memory */
 #define SHM_STORE_LOADING  2u /* serves already; experts that are not there yet are waited for */
@@ -55,14 +56,15 @@ struct shm_store {
     uint32_t policy, order, depth, floor; /* defaults for sessions; SHM_POLICY_*, SHM_ORDER_* */
     double link_gbps;                     /* pacing of the host link, 0: unpaced */
     double link_latency_us;
-    _Atomic uint64_t heartbeat_ns; /* CLOCK_MONOTONIC, main loop, about once a second */
-    char device[128];              /* what links copy to, and why not CUDA; before state LOADING */
+    _Atomic uint64_t heartbeat_ns;  /* CLOCK_MONOTONIC, main loop, about once a second */
+    char device[128];               /* what links copy to, and why not CUDA; before state LOADING */
+    char park_note[SHM_NOTE_BYTES]; /* where keys and values are parked, or why they are not */
     uint64_t pad[6];
     struct shm_store_counters
         counters; /* written by the main loop, load_* and io_* by the loader's threads */
     struct shm_store_worker worker[SHM_STORE_WORKERS];
 };
 /* Changing it needs a new magic; shm_layout.c has every offset. */
-_Static_assert(sizeof(struct shm_store) == 12672, "shared layout");
+_Static_assert(sizeof(struct shm_store) == 12800, "shared layout");
 
 #endif

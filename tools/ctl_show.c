@@ -198,6 +198,17 @@ static json_t *json_status(const struct ctl_snapshot *n)
     set_bool(arena, "huge_pages", atomic_load(&s->huge_pages) != 0);
     json_object_set_new(o, "arena", arena);
     json_object_set_new(o, "device", ctl_json_text(s->device, sizeof s->device));
+    json_t *park = json_object();
+    set_int(park, "bytes", shm_counter_get(&s->counters.park_bytes));
+    set_int(park, "bytes_held", shm_counter_get(&s->counters.park_held_bytes));
+    set_int(park, "blocks", shm_counter_get(&s->counters.park_blocks));
+    set_int(park, "committed", shm_counter_get(&s->counters.park_committed));
+    set_int(park, "found", shm_counter_get(&s->counters.park_found));
+    set_int(park, "ignored", shm_counter_get(&s->counters.park_ignored));
+    set_int(park, "evicted", shm_counter_get(&s->counters.park_evicted));
+    set_int(park, "wrong", shm_counter_get(&s->counters.park_wrong));
+    json_object_set_new(park, "note", ctl_json_text(s->park_note, sizeof s->park_note));
+    json_object_set_new(o, "park", park);
     json_t *load = json_object();
     json_object_set_new(load, "reader", ctl_json_text(s->reader, sizeof s->reader));
     set_int(load, "bytes_total", n->counters[SHM_STORE_WORD_LOAD_WANTED_BYTES]);
@@ -255,6 +266,16 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
            atomic_load(&s->huge_pages) ? "huge pages" : "small pages", s->arena_path);
     print_load(n);
     printf("device     %.128s\n", s->device);
+    if (shm_counter_get(&s->counters.park_bytes))
+        printf("park       %.1f of %.1f MB, %" PRIu64 " blocks; %" PRIu64 " taken in, %" PRIu64
+               " given out, %" PRIu64 " ignored, %" PRIu64 " given up, %" PRIu64 " wrong\n",
+               (double)shm_counter_get(&s->counters.park_held_bytes) / 1e6,
+               (double)shm_counter_get(&s->counters.park_bytes) / 1e6,
+               shm_counter_get(&s->counters.park_blocks), shm_counter_get(&s->counters.park_committed),
+               shm_counter_get(&s->counters.park_found), shm_counter_get(&s->counters.park_ignored),
+               shm_counter_get(&s->counters.park_evicted), shm_counter_get(&s->counters.park_wrong));
+    else if (s->park_note[0])
+        printf("park       %.128s\n", s->park_note);
     printf("stream     policy %s, order %s, depth %u, floor %u; link %s", shm_policy_name(s->policy),
            shm_order_name(s->order), s->depth, s->floor, s->link_gbps > 0 ? "paced to " : "unpaced\n");
     if (s->link_gbps > 0)

@@ -46,12 +46,22 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     REQUEST(configure, CONFIGURE);
     REQUEST(drain, DRAIN);
     REQUEST(stop, STOP);
+    REQUEST(parkopen, PARKOPEN);
+    REQUEST(parkfind, PARKFIND);
+    REQUEST(parkreserve, PARKRESERVE);
+    REQUEST(parkcommit, PARKCOMMIT);
+    REQUEST(parkdone, PARKDONE);
     REPLY(hello, HELLO);
     REPLY(attach, ATTACH);
     REPLY(detach, DETACH);
     REPLY(configure, CONFIGURE);
     REPLY(drain, DRAIN);
     REPLY(stop, STOP);
+    REPLY(parkopen, PARKOPEN);
+    REPLY(parkfind, PARKFIND);
+    REPLY(parkreserve, PARKRESERVE);
+    REPLY(parkcommit, PARKCOMMIT);
+    REPLY(parkdone, PARKDONE);
     struct prt_attach_request a = {0};
     struct prt_attach_reply b = {0};
     if (prt_attach_request_decode(data, size, &a, &err) == 0)

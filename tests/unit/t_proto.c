@@ -152,7 +152,7 @@ Test(proto, header_fields_are_checked)
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EBADMSG);
     r = attach_request(), r.header.version = 77;
     cr_assert_eq(prt_attach_request_decode(&r, sizeof(r), &got, &err), -EPROTO);
-    cr_assert(strstr(err.text, "77") && strstr(err.text, "version 2"), "%s", err.text);
+    cr_assert(strstr(err.text, "77") && strstr(err.text, "version 3"), "%s", err.text);
     cr_assert_eq(prt_request_peek(&r, sizeof(r), PRT_VERSION, &h, &err), -EPROTO);
     cr_assert(h.epoch == 11 && h.id == 12, "an answer to another version cannot be addressed");
 }

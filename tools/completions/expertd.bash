@@ -37,7 +37,7 @@ _expertd_complete() {
     local common="-? --help --usage -V --version" commands= options=
     case $program in
     expertd)
-        options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --device --stream --depth --floor
+        options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --park --device --stream --depth --floor
             --order --link-gbps --link-latency-us --batch --watchdog-ms --io --io-depth --trace --trace-file
             --drain-ms --log-level -q --quiet --ready-fd"
         ;;
