@@ -22,6 +22,8 @@ enum key {
     KEY_RESUME,
     KEY_READ,
     KEY_WRITE,
+    KEY_PARALLEL,
+    KEY_GAP,
 };
 
 const struct argp_option inf_serve_table[] = {
@@ -34,6 +36,9 @@ const struct argp_option inf_serve_table[] = {
      0},
     {"model-name", KEY_NAME, "NAME", 0, "What the model is called (default: the name in its file)", 0},
     {"conversations", KEY_CONVERSATIONS, "N", 0, "Most that are kept for follow-up turns (default: 4)", 0},
+    {"parallel", KEY_PARALLEL, "N", 0, "Most requests that are computed at once (default: 32)", 0},
+    {"answer-gap-ms", KEY_GAP, "MS", 0,
+     "Longest between two tokens of an answer while other prompts are read; 0: any (default: 250)", 0},
     {0, 0, 0, 0, "Limits of the server:", 8},
     {"queue", KEY_QUEUE, "N", 0, "Most requests that wait; more get 429 (default: 256)", 0},
     {"connections", KEY_CONNECTIONS, "N", 0, "Most connections (default: 1024)", 0},
@@ -55,6 +60,8 @@ void inf_serve_default(struct inf_serve_options *s)
                                     .queue = 256,
                                     .conversations = 4,
                                     .connections = 1024,
+                                    .parallel = 32,
+                                    .gap_ms = 250,
                                     .header_kb = 32,
                                     .body_mb = 4,
                                     .send_kb = 1024,
@@ -98,6 +105,12 @@ int inf_serve_parse(int key, char *arg, struct argp_state *state, struct inf_ser
         break;
     case KEY_CONNECTIONS:
         s->connections = number(state, "--connections", arg, 1, 1 << 20);
+        break;
+    case KEY_PARALLEL:
+        s->parallel = number(state, "--parallel", arg, 1, 64);
+        break;
+    case KEY_GAP:
+        s->gap_ms = number(state, "--answer-gap-ms", arg, 0, 3600000);
         break;
     case KEY_MAX_TOKENS:
         s->max_tokens = number(state, "--max-tokens", arg, 1, 1u << 27);

@@ -7,13 +7,14 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#define IDLE_MS  100  /* between two looks at expertd */
-#define RETRY_MS 500u /* an attempt to attach */
+#define RETRY_MS     500u /* an attempt to attach */
+#define SAMPLERS_MAX 8u   /* threads that sample */
 
 const char *srv_state_name(enum srv_state state)
 {
@@ -78,6 +79,13 @@ static void fill_info(struct srv_engine *e)
     atomic_store(&e->informed, true);
 }
 
+static uint32_t samplers(void)
+{
+    cpu_set_t set;
+    uint32_t n = sched_getaffinity(0, sizeof set, &set) ? 1 : (uint32_t)CPU_COUNT(&set);
+    return n < SAMPLERS_MAX ? n : SAMPLERS_MAX;
+}
+
 static int open_engine(struct srv_engine *e, struct shm_error *err)
 {
     static char instance[PRT_INSTANCE_MAX + 1]; /* the config borrows it */
@@ -92,17 +100,17 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
     o->engine.conversations = e->config.conversations;
     if (rc || (rc = inf_engine_open(&o->engine, err, &e->engine)))
         return rc;
-    e->logits = calloc(e->engine->model->hparams.vocab, sizeof *e->logits);
+    if (e->config.parallel > e->engine->chunk)
+        e->config.parallel = e->engine->chunk; /* a step of all must fit in a pass */
     e->vocab = srv_vocab_create(e->engine->tokenizer, e->engine->model->hparams.vocab);
-    if (!e->logits || !e->vocab || inf_detok_create(e->engine->tokenizer, false, &e->detok) ||
-        inf_detok_create(e->engine->tokenizer, true, &e->detok_special))
+    if (!e->vocab)
         return shm_error_set(err, ENOMEM, "no memory for the vocabulary's tables: free some");
+    if (e->config.parallel > 1 && (rc = krn_pool_create(samplers(), &e->pool)))
+        return shm_error_set(err, -rc, "threads that sample cannot be started: %s", strerror(-rc));
     return srv_slots_open(e, err);
 }
 
-/* Waits for the next expertd, at most wait_ms (0: as long as it takes, or until the queue is finished). */
-int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, const struct srv_job *job,
-                        struct shm_error *err)
+int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, struct shm_error *err)
 {
     uint64_t start_ns = shm_now_ns();
     bool again;
@@ -116,11 +124,10 @@ int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, const struct srv
             break;
         if (rc == -EUCLEAN || rc == -EINVAL)
             return rc;
-        if (job && atomic_load(&job->cancelled))
-            return -ECANCELED;
+        srv_loop_drop_cancelled(e);
         if (wait_ms && shm_now_ns() - start_ns > (uint64_t)wait_ms * 1000000)
             return shm_error_set(err, ESHUTDOWN, "expertd is away: try again when it is back");
-        if (!job && srv_queue_finished(e->config.queue))
+        if (!e->n_seq && srv_queue_finished(e->config.queue))
             return -ECANCELED;
         usleep(20000);
     }
@@ -133,32 +140,6 @@ int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, const struct srv
     return 0;
 }
 
-static int serve(struct srv_engine *e, struct shm_error *err)
-{
-    struct srv_queue *q = e->config.queue;
-    for (;;) {
-        struct srv_job *job = srv_queue_take(q, IDLE_MS);
-        int rc = 0;
-        if (job) {
-            srv_run_job(e, job);
-        } else if (srv_queue_finished(q)) {
-            return 0;
-        }
-        if (inf_store_alive(&e->engine->store))
-            continue;
-        /* Those that wait have as long as one that runs. */
-        rc = srv_engine_reattach(e, e->config.resume_ms, NULL, err);
-        if (rc == -ESHUTDOWN || rc == -ECANCELED) {
-            srv_queue_close(q, -ESHUTDOWN, "expertd is away: try again when it is back");
-            rc = srv_engine_reattach(e, 0, NULL, err);
-        }
-        if (rc == -ECANCELED)
-            return 0;
-        if (rc)
-            return rc;
-    }
-}
-
 static void *run(void *ctx)
 {
     struct srv_engine *e = ctx;
@@ -169,7 +150,7 @@ static void *run(void *ctx)
         srv_engine_publish(e);
         srv_queue_open(e->config.queue);
         tell(e, SRV_READY, NULL);
-        rc = serve(e, &err);
+        rc = srv_loop_run(e, &err);
     }
     if (rc) {
         const char *why = err.code ? shm_error_text(&err) : strerror(-rc);
@@ -182,8 +163,7 @@ static void *run(void *ctx)
     while (!srv_queue_finished(e->config.queue))
         usleep(10000);
     srv_slots_close(e);
-    inf_detok_destroy(&e->detok);
-    inf_detok_destroy(&e->detok_special);
+    krn_pool_destroy(&e->pool);
     srv_vocab_destroy(&e->vocab);
     inf_engine_close(&e->engine);
     return NULL;
@@ -213,7 +193,8 @@ void srv_engine_join(struct srv_engine **engine)
         return;
     pthread_join(e->thread, NULL);
     pthread_mutex_destroy(&e->lock);
-    free(e->logits);
+    while (e->n_logits)
+        free(e->logits[--e->n_logits]);
     free(e);
     *engine = NULL;
 }

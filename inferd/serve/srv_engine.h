@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Engine thread: owns the engine, its tie to expertd and the conversations;
- * takes jobs from the queue and puts what they write.
+ * takes jobs from the queue and puts what they write. Up to `parallel` jobs
+ * run at once: their prompts are read in the same passes, their answers step
+ * together (srv_sched.h). What a job writes does not depend on the others.
  *
  * A prompt goes on in the kept conversation that shares the longest beginning with it, so that a follow-up
- * turn reads only what is new. When expertd goes away, the thread waits for the next one; a job that runs
- * then goes on where it was, unless that takes longer than resume_ms.
+ * turn reads only what is new. When expertd goes away, the thread waits for the next one; jobs that run
+ * then go on where they were, unless that takes longer than resume_ms.
  */
 #ifndef SRV_ENGINE_H
 #define SRV_ENGINE_H
@@ -20,6 +22,8 @@ struct srv_engine_config {
     struct srv_queue *queue;     /* borrowed; opened when the engine is ready */
     struct srv_stats *stats;     /* borrowed */
     unsigned conversations;      /* most that are kept */
+    unsigned parallel;           /* most jobs that run at once, up to SRV_PARALLEL_MAX */
+    unsigned gap_ms;             /* longest between two tokens of an answer while prompts are read; 0: any */
     unsigned resume_ms;          /* how long a job waits for the next expertd */
     int event_fd;                /* written to when the state changes */
 };

@@ -1,11 +1,16 @@
 /* SPDX-License-Identifier: MIT */
-/* Inside the engine thread: its state, the kept conversations (srv_slots.c), one job (srv_run.c). */
+/*
+ * Inside the engine thread: its state, the kept conversations (srv_slots.c), a
+ * job's answer (srv_run.c), and the loop that steps them all (srv_loop.c).
+ */
 #ifndef SRV_ENGINE_PRIV_H
 #define SRV_ENGINE_PRIV_H
 
 #include "inferd/inf_detok.h"
 #include "inferd/serve/srv_engine.h"
 #include "inferd/serve/srv_grammar.h"
+#include "inferd/serve/srv_sched.h"
+#include "kernels/krn_pool.h"
 #include "shm/shm_bell.h"
 
 #include <pthread.h>
@@ -14,6 +19,25 @@ struct srv_slot {
     struct inf_conversation *conversation;
     uint64_t used_ns;
     bool busy;
+};
+
+/* A job that runs: first its prompt is read, then it writes token after token. */
+struct srv_seq {
+    struct srv_engine *e;
+    struct srv_job *job;
+    struct srv_slot *slot;
+    struct inf_sampler *sampler;
+    struct inf_detok *detok;
+    struct srv_text *text;
+    struct srv_result result;
+    float *logits;  /* [vocab] behind the last token read */
+    bool fresh;     /* not sampled from yet */
+    bool ended;     /* result.end or rc says how */
+    int32_t next;   /* written, to be read; -1: the prompt is being read */
+    unsigned piece; /* of the running pass */
+    uint64_t start_ns, token_ns;
+    int rc;
+    struct shm_error err;
 };
 
 struct srv_engine {
@@ -25,10 +49,16 @@ struct srv_engine {
     _Atomic bool informed;
     struct inf_engine *engine;
     struct srv_vocab *vocab;
-    struct inf_detok *detok, *detok_special;
-    float *logits; /* [vocab] */
     struct srv_slot *slots;
     unsigned n_slots;
+
+    struct srv_seq *seq[SRV_PARALLEL_MAX]; /* in the order of their start */
+    unsigned n_seq;
+    float *logits[SRV_PARALLEL_MAX]; /* not in use: rows for sequences to come */
+    unsigned n_logits;
+    struct krn_pool *pool; /* samples */
+    struct srv_speed read; /* of prompts */
+    uint64_t step_ns;      /* the last step of all answers, sampling included */
 };
 
 /* One conversation is made at once, so that a server that started can answer. */
@@ -40,11 +70,32 @@ void srv_slots_close(struct srv_engine *e);
 int srv_slots_pick(struct srv_engine *e, const int32_t *ids, size_t n, struct srv_slot **ret_slot,
                    uint32_t *ret_common);
 
-/* Runs a job to its end and ends it. */
-void srv_run_job(struct srv_engine *e, struct srv_job *job);
+/* Takes a job on. Whatever fails ends the sequence (seq->ended); NULL: no memory even for that, and the job
+ * has ended. */
+struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job);
+
+/* Tokens of the prompt that are still to be read. */
+uint32_t srv_seq_rest(const struct srv_seq *s);
+
+/* The next token out of fresh logits: seq->next, or seq->ended. Several sequences may do so at once. */
+void srv_seq_advance(struct srv_seq *s);
+
+/* Ends the sequence for a reason from outside. */
+void srv_seq_fail(struct srv_seq *s, int rc, const struct shm_error *err);
+
+/* Delivers the end of an ended sequence and frees it. */
+void srv_seq_finish(struct srv_seq **seq);
+
+/* Steps all jobs until the queue is finished (0) or nothing works any more. */
+int srv_loop_run(struct srv_engine *e, struct shm_error *err);
+
+/* Ends the sequences whose job was cancelled. */
+void srv_loop_drop_cancelled(struct srv_engine *e);
 
 void srv_engine_publish(struct srv_engine *e);
-int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, const struct srv_job *job,
-                        struct shm_error *err);
+
+/* Waits for the next expertd, at most wait_ms (0: as long as it takes, or until the queue is finished:
+ * -ECANCELED). Jobs that are cancelled meanwhile end. */
+int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, struct shm_error *err);
 
 #endif

@@ -9,7 +9,7 @@
  * vocabulary is kept for each set that was asked for.
  *
  * Building: from the end to the start; each function gives the node to start from and takes the node to go on
- * with. One thread at a time.
+ * with. One thread at a time for a grammar; a vocabulary is only read.
  */
 #ifndef SRV_GRAMMAR_H
 #define SRV_GRAMMAR_H

@@ -188,13 +188,28 @@ static bool unlink_job(struct srv_job **list, struct srv_job ***last, struct srv
     return false;
 }
 
-/* All that runs is cancelled. */
+/* All that the pass is for is cancelled. */
 static void set_interrupt(struct srv_queue *q)
 {
-    bool all = q->running != NULL;
-    for (const struct srv_job *j = q->running; j; j = j->next)
+    bool any = false, all = true;
+    for (const struct srv_job *j = q->running; j; j = j->next) {
+        if (!j->passing)
+            continue;
+        any = true;
         all = all && atomic_load(&j->cancelled);
-    atomic_store(&q->interrupt, all);
+    }
+    atomic_store(&q->interrupt, any && all);
+}
+
+void srv_queue_pass(struct srv_queue *q, struct srv_job *const *jobs, unsigned n)
+{
+    pthread_mutex_lock(&q->lock);
+    for (struct srv_job *j = q->running; j; j = j->next)
+        j->passing = false;
+    for (unsigned i = 0; i < n; i++)
+        jobs[i]->passing = true;
+    set_interrupt(q);
+    pthread_mutex_unlock(&q->lock);
 }
 
 /* Under the lock; the job is in no list any more. */
@@ -357,7 +372,8 @@ bool srv_queue_finished(struct srv_queue *q)
     return finished;
 }
 
-struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms)
+struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms,
+                               bool (*fits)(void *ctx, const struct srv_job *job), void *ctx)
 {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -375,6 +391,8 @@ struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms)
     for (struct srv_job *j = best; j; j = j->next)
         if (j->turn < best->turn)
             best = j;
+    if (best && fits && !fits(ctx, best))
+        best = NULL;
     if (best) {
         unlink_job(&q->waiting, &q->waiting_last, best);
         q->counts.waiting--;
@@ -383,7 +401,6 @@ struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms)
         best->next = q->running;
         q->running = best;
         atomic_store(&best->running, true);
-        set_interrupt(q);
     }
     pthread_mutex_unlock(&q->lock);
     return best;

@@ -98,7 +98,7 @@ struct srv_job {
     /* The queue's, under its lock. */
     uint64_t turn;
     unsigned references;
-    bool done, ready;
+    bool done, ready, passing;
     struct srv_event *first, **last;
     struct srv_job *next, *next_ready;
 };
@@ -141,12 +141,18 @@ void srv_queue_finish(struct srv_queue *q);
 bool srv_queue_finished(struct srv_queue *q); /* and no job is left */
 
 /* The engine's: the next job, or NULL after wait_ms. A job that was cancelled while it waited never gets
- * here. */
-struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms);
+ * here. fits (NULL: any does), called under the lock: whether there is room for it; where there is none, it
+ * stays the next one, so that smaller ones behind it can't keep it waiting for ever, and NULL comes at once.
+ */
+struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms,
+                               bool (*fits)(void *ctx, const struct srv_job *job), void *ctx);
 void srv_queue_put(struct srv_queue *q, struct srv_job *job, struct srv_event *event); /* takes the event */
 void srv_queue_end(struct srv_queue *q, struct srv_job *job, const struct srv_result *result);
 
-/* Set as long as every job that runs is cancelled: the engine may break off a pass. */
+/* Those of the running jobs that the engine's next pass is for; n 0: it ended. */
+void srv_queue_pass(struct srv_queue *q, struct srv_job *const *jobs, unsigned n);
+
+/* Set as long as every job of the pass is cancelled: the engine may break it off. */
 _Atomic bool *srv_queue_interrupt(struct srv_queue *q);
 
 struct srv_counts srv_queue_counts(struct srv_queue *q);

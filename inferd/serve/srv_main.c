@@ -218,12 +218,15 @@ static int open_parts(struct serve *v, struct shm_error *err)
     event_add(v->state, NULL);
     event_add(v->term, NULL);
     event_add(v->interrupt, NULL);
-    const struct srv_engine_config engine = {.options = &v->o,
-                                             .queue = s->queue,
-                                             .stats = s->stats,
-                                             .conversations = o->conversations,
-                                             .resume_ms = o->resume_s * 1000,
-                                             .event_fd = v->state_fd};
+    const struct srv_engine_config engine = {
+        .options = &v->o,
+        .queue = s->queue,
+        .stats = s->stats,
+        .conversations = o->conversations > o->parallel ? o->conversations : o->parallel,
+        .parallel = o->parallel,
+        .gap_ms = o->gap_ms,
+        .resume_ms = o->resume_s * 1000,
+        .event_fd = v->state_fd};
     return srv_engine_start(&engine, &s->engine);
 }
 

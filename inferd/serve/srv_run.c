@@ -1,84 +1,19 @@
 /* SPDX-License-Identifier: MIT */
-/* One job: read what is new of its prompt, then sample and read token after token. */
+/* One job: its conversation, its sampler, the text it has written. */
 #include "inferd/serve/srv_engine_priv.h"
 #include "inferd/serve/srv_text.h"
 
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-struct run {
-    struct srv_engine *e;
-    struct srv_job *job;
-    struct srv_slot *slot;
-    struct inf_sampler *sampler;
-    struct inf_detok *detok;
-    struct srv_text *text;
-    struct srv_result *result;
-    uint64_t token_ns; /* of the last one */
-    bool generated;    /* being read */
-};
-
-static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
-{
-    struct run *r = ctx;
-    size_t vocab = r->e->info.vocab;
-    (void)piece;
-    (void)position;
-    memcpy(r->e->logits, logits + (rows - 1) * vocab, vocab * sizeof *logits);
-}
-
-static void on_chunk(void *ctx, const struct inf_chunk *chunk)
-{
-    struct run *r = ctx;
-    srv_stats_chunk(r->e->config.stats, chunk, r->generated);
-}
-
-static void on_progress(void *ctx, double tokens)
-{
-    struct run *r = ctx;
-    if (!r->generated)
-        atomic_store(&r->job->read, (uint32_t)tokens);
-}
-
-/* Reads ids; where expertd goes away in between, goes on with the next one. */
-static int read_ids(struct run *r, const int32_t *ids, size_t n, bool generated, struct shm_error *err)
-{
-    const struct inf_read_options o = {.logits = INF_LOGITS_LAST,
-                                       .on_logits = on_logits,
-                                       .on_progress = on_progress,
-                                       .on_chunk = on_chunk,
-                                       .ctx = r,
-                                       .generated = generated};
-    struct inf_conversation *c = r->slot->conversation;
-    r->generated = generated;
-    for (;;) {
-        uint32_t before = c->n;
-        *err = (struct shm_error){0};
-        int rc = inf_read(r->e->engine, c, ids, n, &o, err);
-        if (!rc)
-            return 0;
-        ids += c->n - before;
-        n -= c->n - before;
-        if (atomic_load(&r->job->cancelled))
-            return -ECANCELED;
-        if (inf_store_alive(&r->e->engine->store)) {
-            if (rc == -ECANCELED) /* meant for a job that ended meanwhile */
-                continue;
-            return rc;
-        }
-        rc = srv_engine_reattach(r->e, r->e->config.resume_ms, r->job, err);
-        if (rc)
-            return rc;
-    }
-}
-
 /* Log-probability of the token and the likeliest ones, of the model's own distribution. */
-static void fill_logprobs(const struct run *r, struct srv_event *event, int32_t id, unsigned n_top)
+static void fill_logprobs(const struct srv_seq *s, struct srv_event *event, int32_t id, unsigned n_top)
 {
-    const float *logits = r->e->logits;
-    uint32_t vocab = r->e->info.vocab;
+    const float *logits = s->logits;
+    uint32_t vocab = s->e->info.vocab;
     double max = -INFINITY, sum = 0;
     unsigned n = 0;
     for (uint32_t i = 0; i < vocab; i++) {
@@ -104,9 +39,9 @@ static void fill_logprobs(const struct run *r, struct srv_event *event, int32_t 
         event->top[i].logprob = (float)((double)event->top[i].logprob - norm);
 }
 
-static int put_text(struct run *r, const char *text, size_t n, int32_t id)
+static int put_text(struct srv_seq *s, const char *text, size_t n, int32_t id)
 {
-    struct srv_job *job = r->job;
+    struct srv_job *job = s->job;
     if (!n && (!job->logprobs || id < 0))
         return 0;
     struct srv_event *event = srv_event_new(text, n, job->logprobs && id >= 0 ? job->n_top : 0);
@@ -114,180 +49,213 @@ static int put_text(struct run *r, const char *text, size_t n, int32_t id)
         return -ENOMEM;
     event->id = id;
     if (job->logprobs && id >= 0)
-        fill_logprobs(r, event, id, job->n_top);
-    srv_queue_put(r->e->config.queue, job, event);
+        fill_logprobs(s, event, id, job->n_top);
+    srv_queue_put(s->e->config.queue, job, event);
     return 0;
 }
 
-static bool ends_answer(const struct run *r, int32_t id)
+static bool ends_answer(const struct srv_seq *s, int32_t id)
 {
-    for (unsigned i = 0; i < r->job->n_stop_ids; i++)
-        if (r->job->stop_ids[i] == id)
+    for (unsigned i = 0; i < s->job->n_stop_ids; i++)
+        if (s->job->stop_ids[i] == id)
             return true;
-    return inf_tokenizer_is_stop(r->e->engine->tokenizer, id);
+    return inf_tokenizer_is_stop(s->e->engine->tokenizer, id);
 }
 
 /* The next token, or why there is none: -ENODATA the grammar's end. */
-static int32_t sample(struct run *r, struct shm_error *err)
+static int32_t sample(struct srv_seq *s)
 {
-    struct srv_job *job = r->job;
+    struct srv_job *job = s->job;
     if (job->grammar) {
         if (srv_grammar_must_end(job->grammar))
             return -ENODATA;
-        const uint64_t *mask = srv_grammar_mask(job->grammar, r->e->vocab, job->stop_ids, job->n_stop_ids);
+        const uint64_t *mask = srv_grammar_mask(job->grammar, s->e->vocab, job->stop_ids, job->n_stop_ids);
         if (!mask)
-            return shm_error_set(err, ENOMEM,
+            return shm_error_set(&s->err, ENOMEM,
                                  "response_format: no memory for the grammar, or too many states");
-        inf_sampler_allow(r->sampler, mask);
+        inf_sampler_allow(s->sampler, mask);
     }
-    int32_t id = inf_sampler_next(r->sampler, r->e->logits);
+    int32_t id = inf_sampler_next(s->sampler, s->logits);
     if (id >= 0)
         return id;
     if (job->grammar)
-        return shm_error_set(err, EDOM, "response_format: no token of the vocabulary can go on");
-    return shm_error_set(err, EDOM,
+        return shm_error_set(&s->err, EDOM, "response_format: no token of the vocabulary can go on");
+    return shm_error_set(&s->err, EDOM,
                          "the model gave no usable logits: its weights are damaged ('expertctl verify')");
 }
 
 /* Takes a token into the answer. 1: it completed a stop string. */
-static int take(struct run *r, int32_t id, struct shm_error *err)
+static int take(struct srv_seq *s, int32_t id)
 {
-    struct srv_job *job = r->job;
-    const struct inf_tokenizer *tok = r->e->engine->tokenizer;
+    struct srv_job *job = s->job;
+    const struct inf_tokenizer *tok = s->e->engine->tokenizer;
     const char *text = "", *out;
     size_t n = 0, out_n;
     uint64_t now = shm_now_ns();
-    if (!r->result->written_tokens)
-        r->result->first_ns = now - job->submit_ns;
+    if (!s->result.written_tokens)
+        s->result.first_ns = now - job->submit_ns;
     else
-        srv_stats_gap(r->e->config.stats, now - r->token_ns);
-    r->token_ns = now;
-    r->result->written_tokens++;
-    atomic_store(&job->written, r->result->written_tokens);
-    inf_sampler_accept(r->sampler, id);
-    inf_sampler_written(r->sampler, id);
+        srv_stats_gap(s->e->config.stats, now - s->token_ns);
+    s->token_ns = now;
+    s->result.written_tokens++;
+    atomic_store(&job->written, s->result.written_tokens);
+    inf_sampler_accept(s->sampler, id);
+    inf_sampler_written(s->sampler, id);
     if (job->grammar) {
         const char *bytes;
         size_t len;
         if (inf_tokenizer_bytes(tok, id, &bytes, &len) || srv_grammar_accept(job->grammar, bytes, len))
-            return shm_error_set(err, EPROTO, "response_format: the grammar refused a token that it allowed");
+            return shm_error_set(&s->err, EPROTO,
+                                 "response_format: the grammar refused a token that it allowed");
     }
-    inf_detok_push(r->detok, id, &text, &n); /* an id without text: none */
-    int stop = srv_text_push(r->text, text, n, &out, &out_n);
-    if (stop == -2 || put_text(r, out, out_n, id))
+    inf_detok_push(s->detok, id, &text, &n); /* an id without text: none */
+    int stop = srv_text_push(s->text, text, n, &out, &out_n);
+    if (stop == -2 || put_text(s, out, out_n, id))
         return -ENOMEM;
     if (stop < 0)
         return 0;
-    r->result->stop = (uint32_t)stop;
+    s->result.stop = (uint32_t)stop;
     return 1;
 }
 
-static int answer(struct run *r, struct shm_error *err)
+static void end(struct srv_seq *s, enum srv_end how, int rc)
 {
-    struct srv_job *job = r->job;
-    struct inf_conversation *c = r->slot->conversation;
-    for (;;) {
-        if (atomic_load(&job->cancelled))
-            return -ECANCELED;
-        if (r->result->written_tokens >= job->max_tokens) {
-            r->result->end = SRV_END_LENGTH;
-            return 0;
-        }
-        int32_t id = sample(r, err);
-        if (id == -ENODATA || (id >= 0 && !job->ignore_eos && ends_answer(r, id))) {
-            r->result->end = SRV_END_TOKEN;
-            return 0;
-        }
-        if (id < 0)
-            return id;
-        int rc = take(r, id, err);
-        if (rc == 1) {
-            r->result->end = SRV_END_STRING;
-            return 0;
-        }
-        if (rc)
-            return rc;
-        if (r->result->written_tokens >= job->max_tokens)
-            continue;
-        if (c->n == c->capacity) {
-            r->result->end = SRV_END_CONTEXT;
-            return 0;
-        }
-        rc = read_ids(r, &id, 1, true, err);
-        if (rc)
-            return rc;
+    s->ended = true;
+    s->result.end = how;
+    s->rc = rc;
+}
+
+void srv_seq_fail(struct srv_seq *s, int rc, const struct shm_error *err)
+{
+    if (err)
+        s->err = *err;
+    end(s, SRV_END_FAILED, rc);
+}
+
+void srv_seq_advance(struct srv_seq *s)
+{
+    struct srv_job *job = s->job;
+    s->fresh = false;
+    if (atomic_load(&job->cancelled)) {
+        end(s, SRV_END_CANCELLED, -ECANCELED);
+        return;
     }
+    int32_t id = sample(s);
+    if (id == -ENODATA || (id >= 0 && !job->ignore_eos && ends_answer(s, id))) {
+        end(s, SRV_END_TOKEN, 0);
+        return;
+    }
+    int rc = id < 0 ? id : take(s, id);
+    if (rc < 0)
+        end(s, SRV_END_FAILED, rc);
+    else if (rc == 1)
+        end(s, SRV_END_STRING, 0);
+    else if (s->result.written_tokens >= job->max_tokens)
+        end(s, SRV_END_LENGTH, 0);
+    else if (s->slot->conversation->n == s->slot->conversation->capacity)
+        end(s, SRV_END_CONTEXT, 0);
+    else
+        s->next = id;
 }
 
-static int run_job(struct run *r, struct shm_error *err)
+uint32_t srv_seq_rest(const struct srv_seq *s)
 {
-    struct srv_job *job = r->job;
-    uint32_t common = 0;
-    int rc = inf_sampler_create(&job->sampler, r->e->info.vocab, err, &r->sampler);
-    for (size_t i = 0; !rc && i < job->n_bias; i++)
-        rc = inf_sampler_bias(r->sampler, job->bias[i].id, job->bias[i].logprob);
-    if (rc)
-        return rc;
-    r->detok = job->show_special ? r->e->detok_special : r->e->detok;
-    r->text = srv_text_new(job->stops, job->n_stops);
-    if (!r->text)
-        return -ENOMEM;
-    rc = srv_slots_pick(r->e, job->prompt.ids, job->prompt.n, &r->slot, &common);
-    if (rc)
-        return rc;
-    r->slot->busy = true;
-    r->slot->used_ns = shm_now_ns();
-    r->result->cached_tokens = common;
-    atomic_store(&job->cached, common);
-    srv_engine_publish(r->e);
-    uint64_t start_ns = shm_now_ns();
-    rc = read_ids(r, job->prompt.ids + common, job->prompt.n - common, false, err);
-    r->result->read_ns = shm_now_ns() - start_ns;
-    if (rc)
-        return rc;
-    atomic_store(&job->read, (uint32_t)(job->prompt.n - common));
-    for (size_t i = 0; i < job->prompt.n; i++)
-        inf_sampler_accept(r->sampler, job->prompt.ids[i]);
-    return answer(r, err);
+    return s->ended || s->next >= 0 ? 0 : (uint32_t)(s->job->prompt.n - s->slot->conversation->n);
 }
 
-void srv_run_job(struct srv_engine *e, struct srv_job *job)
+static int start(struct srv_seq *s)
+{
+    struct srv_engine *e = s->e;
+    struct srv_job *job = s->job;
+    uint32_t common = 0;
+    int rc = inf_sampler_create(&job->sampler, e->info.vocab, &s->err, &s->sampler);
+    for (size_t i = 0; !rc && i < job->n_bias; i++)
+        rc = inf_sampler_bias(s->sampler, job->bias[i].id, job->bias[i].logprob);
+    if (rc)
+        return rc;
+    for (size_t i = 0; i < job->prompt.n; i++)
+        inf_sampler_accept(s->sampler, job->prompt.ids[i]);
+    s->logits = e->n_logits ? e->logits[--e->n_logits] : malloc(e->info.vocab * sizeof *s->logits);
+    s->text = srv_text_new(job->stops, job->n_stops);
+    if (!s->logits || !s->text || inf_detok_create(e->engine->tokenizer, job->show_special, &s->detok))
+        return -ENOMEM;
+    rc = srv_slots_pick(e, job->prompt.ids, job->prompt.n, &s->slot, &common);
+    if (rc)
+        return rc;
+    s->slot->busy = true;
+    s->slot->used_ns = s->start_ns = shm_now_ns();
+    s->result.cached_tokens = common;
+    atomic_store(&job->cached, common);
+    return 0;
+}
+
+struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
 {
     struct srv_result result = {.end = SRV_END_FAILED,
                                 .prompt_tokens = (uint32_t)job->prompt.n,
                                 .queued_ns = shm_now_ns() - job->submit_ns};
-    struct run r = {.e = e, .job = job, .result = &result};
-    struct shm_error err = {0};
-    int rc = run_job(&r, &err);
+    struct srv_seq *s = calloc(1, sizeof *s);
+    if (!s) {
+        result.code = -ENOMEM;
+        result.total_ns = result.queued_ns;
+        snprintf(result.error, sizeof result.error, "no memory");
+        srv_stats_job(e->config.stats, &result);
+        srv_queue_end(e->config.queue, job, &result);
+        return NULL;
+    }
+    s->e = e;
+    s->job = job;
+    s->result = result;
+    s->next = -1;
+    int rc = start(s);
+    if (rc)
+        srv_seq_fail(s, rc, NULL);
+    return s;
+}
+
+/* An unfinished character, then what might have become a stop string. */
+static int flush(struct srv_seq *s)
+{
     const char *out, *held;
+    char tail[8];
     size_t n;
-    if (r.detok) { /* an unfinished character, then what might have become a stop string */
-        inf_detok_flush(r.detok, &held, &n);
-        if (!rc && r.text && result.end != SRV_END_STRING) {
-            char tail[8];
-            memcpy(tail, held, n);
-            if (srv_text_push(r.text, tail, n, &out, &n) == -1 && n)
-                rc = put_text(&r, out, n, -1);
-            srv_text_flush(r.text, &out, &n);
-            if (!rc)
-                rc = put_text(&r, out, n, -1);
-        }
+    inf_detok_flush(s->detok, &held, &n);
+    if (s->result.end == SRV_END_STRING)
+        return 0;
+    memcpy(tail, held, n);
+    int rc = 0;
+    if (srv_text_push(s->text, tail, n, &out, &n) == -1 && n)
+        rc = put_text(s, out, n, -1);
+    srv_text_flush(s->text, &out, &n);
+    return rc ? rc : put_text(s, out, n, -1);
+}
+
+void srv_seq_finish(struct srv_seq **seq)
+{
+    struct srv_seq *s = *seq;
+    struct srv_engine *e = s->e;
+    if (!s->rc)
+        s->rc = flush(s);
+    if (s->rc == -ECANCELED) {
+        s->result.end = SRV_END_CANCELLED;
+    } else if (s->rc) {
+        s->result.end = SRV_END_FAILED;
+        s->result.code = s->rc;
+        snprintf(s->result.error, sizeof s->result.error, "%s",
+                 s->err.code ? shm_error_text(&s->err) : strerror(-s->rc));
     }
-    srv_text_free(&r.text);
-    inf_sampler_destroy(&r.sampler);
-    if (r.slot) {
-        r.slot->busy = false;
-        r.slot->used_ns = shm_now_ns();
+    srv_text_free(&s->text);
+    inf_detok_destroy(&s->detok);
+    inf_sampler_destroy(&s->sampler);
+    if (s->logits)
+        e->logits[e->n_logits++] = s->logits;
+    if (s->slot) {
+        s->slot->busy = false;
+        s->slot->used_ns = shm_now_ns();
     }
-    if (rc == -ECANCELED) {
-        result.end = SRV_END_CANCELLED;
-    } else if (rc) {
-        result.end = SRV_END_FAILED;
-        result.code = rc;
-        snprintf(result.error, sizeof result.error, "%s", err.code ? shm_error_text(&err) : strerror(-rc));
-    }
-    result.total_ns = shm_now_ns() - job->submit_ns;
-    srv_engine_publish(e);
-    srv_stats_job(e->config.stats, &result);
-    srv_queue_end(e->config.queue, job, &result);
+    s->result.total_ns = shm_now_ns() - s->job->submit_ns;
+    srv_stats_job(e->config.stats, &s->result);
+    srv_queue_end(e->config.queue, s->job, &s->result);
+    free(s);
+    *seq = NULL;
 }

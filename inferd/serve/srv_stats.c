@@ -29,6 +29,7 @@ struct srv_stats {
     struct histogram queued, first, total, gap;
     struct inf_stream_sum read, decode;
     uint64_t read_tokens, decode_tokens, attached;
+    uint64_t reads, read_sequences, steps, step_sequences;
     uint32_t held_off;
 };
 
@@ -104,6 +105,14 @@ void srv_stats_chunk(struct srv_stats *s, const struct inf_chunk *chunk, bool ge
     pthread_mutex_unlock(&s->lock);
 }
 
+void srv_stats_pass(struct srv_stats *s, unsigned n, bool generated)
+{
+    pthread_mutex_lock(&s->lock);
+    *(generated ? &s->steps : &s->reads) += 1;
+    *(generated ? &s->step_sequences : &s->read_sequences) += n;
+    pthread_mutex_unlock(&s->lock);
+}
+
 void srv_stats_attached(struct srv_stats *s)
 {
     pthread_mutex_lock(&s->lock);
@@ -170,6 +179,10 @@ void srv_stats_write(struct srv_stats *shared, FILE *f)
     write_stream(f, "inferd_stream_tokens_total", "Tokens that went through the layers.", s.read_tokens,
                  s.decode_tokens);
     write_stream(f, "inferd_stream_chunks_total", "Passes over the layers.", s.read.chunks, s.decode.chunks);
+    write_stream(f, "inferd_batches_total",
+                 "Passes by what they were for: pieces of prompts, a step of answers.", s.reads, s.steps);
+    write_stream(f, "inferd_batch_sequences_total", "Prompts and answers in them.", s.read_sequences,
+                 s.step_sequences);
     write_stream(f, "inferd_stream_routed_total", "Streamed experts that had a token.", s.read.routed,
                  s.decode.routed);
     write_stream(f, "inferd_stream_copied_total", "Experts copied.", s.read.copied, s.decode.copied);
@@ -194,10 +207,12 @@ json_t *srv_stats_json(struct srv_stats *shared)
     json_t *ends = json_object();
     for (int i = 0; i < SRV_END_COUNT; i++)
         json_object_set_new(ends, srv_end_name((enum srv_end)i), json_integer((json_int_t)s.ends[i]));
-    return json_pack("{s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "answers", ends, "prompt_tokens",
-                     (json_int_t)s.prompt_tokens, "cached_tokens", (json_int_t)s.cached_tokens,
-                     "written_tokens", (json_int_t)s.written_tokens, "read_tokens", (json_int_t)s.read_tokens,
-                     "decode_tokens", (json_int_t)s.decode_tokens, "experts_copied",
+    return json_pack("{s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "answers",
+                     ends, "prompt_tokens", (json_int_t)s.prompt_tokens, "cached_tokens",
+                     (json_int_t)s.cached_tokens, "written_tokens", (json_int_t)s.written_tokens,
+                     "read_tokens", (json_int_t)s.read_tokens, "decode_tokens", (json_int_t)s.decode_tokens,
+                     "reads", (json_int_t)s.reads, "read_sequences", (json_int_t)s.read_sequences, "steps",
+                     (json_int_t)s.steps, "step_sequences", (json_int_t)s.step_sequences, "experts_copied",
                      (json_int_t)(s.read.copied + s.decode.copied), "experts_dropped",
                      (json_int_t)(s.read.dropped + s.decode.dropped), "bytes_copied",
                      (json_int_t)(s.read.bytes + s.decode.bytes), "attached_again", (json_int_t)s.attached);

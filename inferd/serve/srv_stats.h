@@ -30,6 +30,8 @@ void srv_stats_response(struct srv_stats *s, enum srv_endpoint endpoint, int sta
 void srv_stats_job(struct srv_stats *s, const struct srv_result *result);
 void srv_stats_gap(struct srv_stats *s, uint64_t ns); /* between two tokens of an answer */
 void srv_stats_chunk(struct srv_stats *s, const struct inf_chunk *chunk, bool generated);
+/* A pass: of pieces of n prompts, or a step of n answers. */
+void srv_stats_pass(struct srv_stats *s, unsigned n, bool generated);
 void srv_stats_attached(struct srv_stats *s); /* to another life of expertd */
 
 /* The counters as Prometheus text: HELP, TYPE and samples. */

@@ -15,7 +15,6 @@ struct srv_vocab {
         int32_t id;
     } * entries;
     size_t longest;
-    int *states; /* [longest + 1] of a walk */
 };
 
 static int by_bytes(const void *a, const void *b)
@@ -35,8 +34,7 @@ struct srv_vocab *srv_vocab_create(const struct inf_tokenizer *tok, uint32_t n_l
     v->words = (n_logits + 63) / 64;
     v->longest = inf_tokenizer_longest(tok);
     v->entries = calloc(size + 1u, sizeof *v->entries);
-    v->states = calloc(v->longest + 1, sizeof *v->states);
-    if (!v->entries || !v->states) {
+    if (!v->entries) {
         srv_vocab_destroy(&v);
         return NULL;
     }
@@ -61,38 +59,45 @@ struct srv_vocab *srv_vocab_create(const struct inf_tokenizer *tok, uint32_t n_l
 
 void srv_vocab_destroy(struct srv_vocab **vocab)
 {
-    if (*vocab) {
+    if (*vocab)
         free((*vocab)->entries);
-        free((*vocab)->states);
-    }
     free(*vocab);
     *vocab = NULL;
 }
 
 /* Sets the bit of each token that leads somewhere. Tokens that share a dead beginning are passed over. */
-static int fill(struct srv_grammar *g, const struct srv_vocab *v, uint64_t *bits)
+static int walk(struct srv_grammar *g, const struct srv_vocab *v, int *states, uint64_t *bits)
 {
     uint32_t dead = UINT32_MAX; /* this many bytes of the last token lead nowhere */
-    v->states[0] = g->now;
+    states[0] = g->now;
     for (uint32_t i = 0; i < v->n; i++) {
         const struct entry *e = &v->entries[i];
         if (e->common >= dead)
             continue;
         dead = UINT32_MAX;
         for (uint32_t k = e->common; k < e->len; k++) {
-            int to = srv_grammar_step(g, v->states[k], (unsigned char)e->bytes[k]);
+            int to = srv_grammar_step(g, states[k], (unsigned char)e->bytes[k]);
             if (to == SRV_UNKNOWN)
                 return g->error;
             if (to == SRV_DEAD) {
                 dead = k + 1;
                 break;
             }
-            v->states[k + 1] = to;
+            states[k + 1] = to;
         }
         if (dead == UINT32_MAX)
             bits[e->id / 64] |= (uint64_t)1 << e->id % 64;
     }
     return 0;
+}
+
+static int fill(struct srv_grammar *g, const struct srv_vocab *v, uint64_t *bits)
+{
+    int *states =
+        malloc((v->longest + 1) * sizeof *states); /* of the walk: grammars may share a vocabulary */
+    int rc = states ? walk(g, v, states, bits) : -ENOMEM;
+    free(states);
+    return rc;
 }
 
 const uint64_t *srv_grammar_mask(struct srv_grammar *g, const struct srv_vocab *v, const int32_t *stop_ids,

@@ -261,6 +261,7 @@ def test_a_client_that_leaves_ends_its_work_at_once(world):
         assert written < 1500
         assert after["http"]["clients_gone"] == before["http"]["clients_gone"] + 1
     # One that waits in the queue never runs.
+    server = Server(server.world, "--parallel", "1")
     first = server.start_stream(max_tokens=2000)
     first.recv(4096)
     second = server.start_stream(max_tokens=2000)
@@ -334,7 +335,7 @@ def test_64_connections_at_once(server):
 
 def test_a_full_queue_says_when_to_come_back(world):
     world.expertd("--link-gbps", "0.05")  # so that answers take a while
-    server = Server(world, "--queue", "2")
+    server = Server(world, "--queue", "2", "--parallel", "1")
     streams = [server.start_stream(max_tokens=2000)]
     server.until_status(lambda t: t["running"], "one runs")
     streams += [server.start_stream(max_tokens=2000) for _ in range(2)]
@@ -355,7 +356,7 @@ def test_clients_take_turns(world, tmp_path):
     world.expertd("--link-gbps", "0.05")
     keys = tmp_path / "keys"
     keys.write_text("# two clients\nalice\nbob\n")
-    server = Server(world, "--api-key-file", keys)
+    server = Server(world, "--api-key-file", keys, "--parallel", "1")
     order = []
     bodies = []
 

@@ -1,0 +1,269 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The engine thread's rounds: admit jobs, read pieces of their prompts in one
+ * pass, step all answers in another, sample, deliver.
+ */
+#include "inferd/serve/srv_engine_priv.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define IDLE_MS 100 /* between two looks at expertd */
+
+/* Until the engine reads several conversations in a pass: one after the other. */
+struct inf_piece {
+    struct inf_conversation *c;
+    const int32_t *ids;
+    uint32_t n;
+    enum inf_logits_wanted logits;
+};
+
+/* One pass over the layers. */
+struct pass {
+    struct srv_engine *e;
+    struct srv_seq *seq[SRV_PARALLEL_MAX];
+    struct inf_piece piece[SRV_PARALLEL_MAX];
+    unsigned n, at;
+    uint32_t tokens;
+    bool generated; /* a step of answers, not a read of prompts */
+};
+
+static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+{
+    const struct pass *p = ctx;
+    size_t vocab = p->e->info.vocab;
+    (void)position;
+    memcpy(p->seq[p->at]->logits, logits + (rows - 1) * vocab, vocab * sizeof *logits);
+}
+
+static void on_chunk(void *ctx, const struct inf_chunk *chunk)
+{
+    const struct pass *p = ctx;
+    srv_stats_chunk(p->e->config.stats, chunk, p->generated);
+}
+
+static int read_batch(struct pass *p, struct shm_error *err)
+{
+    int rc = 0;
+    for (p->at = 0; !rc && p->at < p->n; p->at++) {
+        const struct inf_piece *piece = &p->piece[p->at];
+        const struct inf_read_options o = {.logits = piece->logits,
+                                           .on_logits = on_logits,
+                                           .on_chunk = on_chunk,
+                                           .ctx = p,
+                                           .generated = p->generated};
+        rc = inf_read(p->e->engine, piece->c, piece->ids, piece->n, &o, err);
+    }
+    return rc;
+}
+
+/* What was read counts; where something else than the loss of expertd went wrong, those who were in it fail.
+ */
+static void run_pass(struct pass *p)
+{
+    struct srv_engine *e = p->e;
+    struct srv_queue *q = e->config.queue;
+    struct srv_job *jobs[SRV_PARALLEL_MAX];
+    struct shm_error err = {0};
+    uint32_t before[SRV_PARALLEL_MAX];
+    for (unsigned i = 0; i < p->n; i++) {
+        jobs[i] = p->seq[i]->job;
+        before[i] = p->piece[i].c->n;
+        p->tokens += p->piece[i].n;
+    }
+    srv_queue_pass(q, jobs, p->n);
+    uint64_t start_ns = shm_now_ns();
+    int rc = read_batch(p, &err);
+    uint64_t now_ns = shm_now_ns();
+    srv_queue_pass(q, NULL, 0);
+    if (!rc)
+        srv_stats_pass(e->config.stats, p->n, p->generated);
+    if (!rc && !p->generated)
+        srv_speed_note(&e->read, p->tokens, now_ns - start_ns);
+    for (unsigned i = 0; i < p->n; i++) {
+        struct srv_seq *s = p->seq[i];
+        s->fresh = s->slot->conversation->n > before[i] && !srv_seq_rest(s);
+        if (!p->generated) {
+            atomic_store(&s->job->read, s->slot->conversation->n - s->result.cached_tokens);
+            s->result.read_ns = now_ns - s->start_ns;
+        }
+        if (rc && rc != -ECANCELED && !s->fresh && inf_store_alive(&e->engine->store))
+            srv_seq_fail(s, rc, &err);
+    }
+}
+
+static void reap(struct srv_engine *e)
+{
+    unsigned left = 0;
+    for (unsigned i = 0; i < e->n_seq; i++) {
+        struct srv_seq *s = e->seq[i];
+        if (s->ended)
+            srv_seq_finish(&s);
+        else
+            e->seq[left++] = s;
+    }
+    bool changed = left != e->n_seq;
+    e->n_seq = left;
+    if (changed)
+        srv_engine_publish(e);
+}
+
+void srv_loop_drop_cancelled(struct srv_engine *e)
+{
+    for (unsigned i = 0; i < e->n_seq; i++)
+        if (atomic_load(&e->seq[i]->job->cancelled))
+            srv_seq_fail(e->seq[i], -ECANCELED, NULL);
+    reap(e);
+}
+
+static void fail_all(struct srv_engine *e, int rc, const struct shm_error *err)
+{
+    for (unsigned i = 0; i < e->n_seq; i++)
+        srv_seq_fail(e->seq[i], rc, err);
+    reap(e);
+}
+
+static void advance(void *ctx, uint32_t task, uint32_t thread)
+{
+    (void)thread;
+    srv_seq_advance(((struct srv_seq **)ctx)[task]);
+}
+
+/* Every sequence with new logits writes a token. */
+static void sample(struct srv_engine *e)
+{
+    struct srv_seq *fresh[SRV_PARALLEL_MAX];
+    unsigned n = 0;
+    for (unsigned i = 0; i < e->n_seq; i++)
+        if (e->seq[i]->fresh && !e->seq[i]->ended)
+            fresh[n++] = e->seq[i];
+    if (n > 1 && e->pool)
+        krn_pool_run(e->pool, n, advance, fresh);
+    else
+        for (unsigned i = 0; i < n; i++)
+            srv_seq_advance(fresh[i]);
+    srv_loop_drop_cancelled(e);
+}
+
+static bool answers(const struct srv_seq *s)
+{
+    return s->next >= 0;
+}
+
+/* The same number for jobs of the same client. */
+static unsigned client_of(const struct srv_engine *e, unsigned i)
+{
+    unsigned first = 0;
+    while (strcmp(e->seq[first]->job->client, e->seq[i]->job->client) != 0)
+        first++;
+    return first;
+}
+
+static void read_prompts(struct srv_engine *e)
+{
+    struct pass p = {.e = e};
+    struct srv_prompt prompt[SRV_PARALLEL_MAX];
+    struct srv_seq *of[SRV_PARALLEL_MAX];
+    uint32_t tokens[SRV_PARALLEL_MAX];
+    struct srv_load load = {.step_ns = e->step_ns,
+                            .gap_ns = (uint64_t)e->config.gap_ms * 1000000,
+                            .chunk = e->engine->chunk,
+                            .floor = e->engine->store.settings.floor};
+    unsigned n = 0;
+    for (unsigned i = 0; i < e->n_seq; i++) {
+        struct srv_seq *s = e->seq[i];
+        uint32_t rest = srv_seq_rest(s);
+        load.answers += answers(s);
+        if (!rest)
+            continue;
+        load.rest += rest;
+        of[n] = s;
+        prompt[n++] = (struct srv_prompt){.client = client_of(e, i), .turn = s->job->turn, .rest = rest};
+    }
+    if (!n)
+        return;
+    srv_sched_share(prompt, n, srv_sched_tokens(&load, &e->read), tokens);
+    for (unsigned i = 0; i < n; i++) {
+        if (!tokens[i])
+            continue;
+        struct inf_conversation *c = of[i]->slot->conversation;
+        p.seq[p.n] = of[i];
+        p.piece[p.n++] =
+            (struct inf_piece){.c = c,
+                               .ids = of[i]->job->prompt.ids + c->n,
+                               .n = tokens[i],
+                               .logits = tokens[i] == prompt[i].rest ? INF_LOGITS_LAST : INF_LOGITS_NONE};
+    }
+    run_pass(&p);
+    sample(e);
+}
+
+static void step_answers(struct srv_engine *e)
+{
+    struct pass p = {.e = e, .generated = true};
+    uint64_t start_ns = shm_now_ns();
+    for (unsigned i = 0; i < e->n_seq; i++) {
+        struct srv_seq *s = e->seq[i];
+        if (!answers(s))
+            continue;
+        p.seq[p.n] = s;
+        p.piece[p.n++] = (struct inf_piece){
+            .c = s->slot->conversation, .ids = &s->next, .n = 1, .logits = INF_LOGITS_LAST};
+    }
+    if (!p.n)
+        return;
+    run_pass(&p);
+    sample(e);
+    e->step_ns = shm_now_ns() - start_ns;
+}
+
+static bool fits(void *ctx, const struct srv_job *job)
+{
+    (void)ctx;
+    (void)job;
+    return true;
+}
+
+static void admit(struct srv_engine *e)
+{
+    bool any = false;
+    while (e->n_seq < e->config.parallel) {
+        struct srv_job *job = srv_queue_take(e->config.queue, e->n_seq ? 0 : IDLE_MS, fits, e);
+        if (!job)
+            break;
+        struct srv_seq *s = srv_seq_new(e, job);
+        if (s)
+            e->seq[e->n_seq++] = s;
+        any = true;
+    }
+    if (any)
+        srv_engine_publish(e);
+}
+
+/* Expertd is gone: those that run and those that wait have resume_ms for the next one to come. */
+static int await(struct srv_engine *e, struct shm_error *err)
+{
+    int rc = srv_engine_reattach(e, e->config.resume_ms, err);
+    if (rc != -ESHUTDOWN)
+        return rc;
+    fail_all(e, rc, err);
+    srv_queue_close(e->config.queue, rc, "expertd is away: try again when it is back");
+    return srv_engine_reattach(e, 0, err);
+}
+
+int srv_loop_run(struct srv_engine *e, struct shm_error *err)
+{
+    int rc = 0;
+    while (!rc) {
+        admit(e);
+        srv_loop_drop_cancelled(e);
+        read_prompts(e);
+        step_answers(e);
+        if (!inf_store_alive(&e->engine->store))
+            rc = await(e, err);
+        else if (!e->n_seq && srv_queue_finished(e->config.queue))
+            return 0;
+    }
+    fail_all(e, rc, err);
+    return rc == -ECANCELED ? 0 : rc;
+}
