@@ -24,7 +24,7 @@
 /* Of `serve`; inf_options_serve.c. */
 struct inf_serve_options {
     const char *listen, *api_key_file, *cors, *model_name;
-    unsigned queue, conversations, connections, parallel, gap_ms;
+    unsigned queue, connections, parallel, gap_ms, kv_tokens;
     unsigned header_kb, body_mb, send_kb;
     unsigned drain_s, resume_s, read_s, write_s;
     uint32_t max_tokens; /* most of an answer; 0: the context */

@@ -12,7 +12,7 @@ enum key {
     KEY_CORS,
     KEY_NAME,
     KEY_QUEUE,
-    KEY_CONVERSATIONS,
+    KEY_KV_TOKENS,
     KEY_CONNECTIONS,
     KEY_MAX_TOKENS,
     KEY_HEADER,
@@ -35,7 +35,10 @@ const struct argp_option inf_serve_table[] = {
     {"cors", KEY_CORS, "ORIGIN,...", 0, "Web pages that may use this server, or * for all (default: none)",
      0},
     {"model-name", KEY_NAME, "NAME", 0, "What the model is called (default: the name in its file)", 0},
-    {"conversations", KEY_CONVERSATIONS, "N", 0, "Most that are kept for follow-up turns (default: 4)", 0},
+    {"kv-tokens", KEY_KV_TOKENS, "N", 0,
+     "Tokens that there is room for, those of all requests and those kept for later (default: what memory "
+     "allows)",
+     0},
     {"parallel", KEY_PARALLEL, "N", 0, "Most requests that are computed at once (default: 32)", 0},
     {"answer-gap-ms", KEY_GAP, "MS", 0,
      "Longest between two tokens of an answer while other prompts are read; 0: any (default: 250)", 0},
@@ -58,7 +61,6 @@ void inf_serve_default(struct inf_serve_options *s)
 {
     *s = (struct inf_serve_options){.listen = "127.0.0.1:8080",
                                     .queue = 256,
-                                    .conversations = 4,
                                     .connections = 1024,
                                     .parallel = 32,
                                     .gap_ms = 250,
@@ -100,8 +102,8 @@ int inf_serve_parse(int key, char *arg, struct argp_state *state, struct inf_ser
     case KEY_QUEUE:
         s->queue = number(state, "--queue", arg, 1, 1 << 20);
         break;
-    case KEY_CONVERSATIONS:
-        s->conversations = number(state, "--conversations", arg, 1, 256);
+    case KEY_KV_TOKENS:
+        s->kv_tokens = number(state, "--kv-tokens", arg, 1, 1u << 30);
         break;
     case KEY_CONNECTIONS:
         s->connections = number(state, "--connections", arg, 1, 1 << 20);

@@ -3,6 +3,7 @@
 #include "inferd/serve/srv_server.h"
 
 #include "inferd/serve/srv_grammar.h"
+#include "inferd/serve/srv_sched.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -261,6 +262,24 @@ int srv_ready(struct srv_server *s, struct srv_refusal *refusal)
     return -EINVAL;
 }
 
+/* What could never start is refused; an answer of any length gets what there is room for. */
+static int check_room(struct srv_job *job, const struct srv_info *info, bool asked,
+                      struct srv_refusal *refusal)
+{
+    uint64_t need = srv_sched_need(job->prompt.n, job->max_tokens, info->ctx);
+    if (need <= info->kv_tokens)
+        return 0;
+    if (!asked && job->prompt.n <= info->kv_tokens) {
+        job->max_tokens = info->kv_tokens - (uint32_t)job->prompt.n + 1;
+        return 0;
+    }
+    return srv_refuse(
+        refusal, 400, "context_length_exceeded", "max_tokens",
+        "the prompt has %zu tokens, the answer may have %u: the server has room for %u of both. "
+        "Ask for less, or start it with a greater --kv-tokens",
+        job->prompt.n, job->max_tokens, info->kv_tokens);
+}
+
 /* The job of a request; the request gives away what it owns. */
 static int make_job(struct srv_answer *a, struct srv_request *r, struct srv_refusal *refusal)
 {
@@ -299,6 +318,8 @@ static int make_job(struct srv_answer *a, struct srv_request *r, struct srv_refu
     uint32_t most = s->options->max_tokens ? s->options->max_tokens : info->ctx;
     job->sampler = r->sampler;
     job->max_tokens = r->max_tokens && r->max_tokens < most ? r->max_tokens : most;
+    if ((rc = check_room(job, info, r->max_tokens != 0, refusal)))
+        return rc;
     job->ignore_eos = r->ignore_eos;
     job->logprobs = r->logprobs;
     job->n_top = r->n_top;

@@ -47,15 +47,12 @@ void srv_engine_publish(struct srv_engine *e)
     t->resident_bytes = s->resident_bytes;
     t->attach_ns = e->engine->attach_ns;
     t->activation_bytes = e->engine->device->activation_bytes;
-    t->kv_bytes = 0;
-    t->n_conversations = e->n_slots;
-    t->conversations_max = e->config.conversations;
-    for (unsigned i = 0; i < e->n_slots; i++) {
-        t->conversation[i].tokens = e->slots[i].conversation->n;
-        t->conversation[i].used_ns = e->slots[i].used_ns;
-        t->conversation[i].busy = e->slots[i].busy;
-        t->kv_bytes += inf_kv_bytes(e->slots[i].conversation->kv);
-    }
+    t->kv.blocks = e->engine->pool->blocks;
+    t->kv.free = e->engine->pool->free;
+    t->kv.kept = srv_kept_blocks(e);
+    t->kv.reserved = e->reserved;
+    t->kv.block_bytes = e->engine->device->kv_block_bytes;
+    t->kv.evicted = e->evicted;
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -68,6 +65,9 @@ static void fill_info(struct srv_engine *e)
     i->vocab = h->vocab;
     i->ctx = g->ctx;
     i->chunk = g->chunk;
+    i->kv_tokens = g->pool->blocks * INF_KV_BLOCK;
+    i->kv_mib = (double)(g->pool->blocks * g->device->kv_block_bytes) / 1048576;
+    i->parallel = e->config.parallel;
     i->layers = h->layers;
     i->experts = h->experts;
     i->experts_used = h->experts_used;
@@ -97,7 +97,8 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
                         o->engine.store.cancel, instance, err);
         o->engine.store.instance = instance;
     }
-    o->engine.conversations = e->config.conversations;
+    o->engine.conversations = e->config.parallel;
+    o->engine.kv_tokens = o->serve.kv_tokens;
     if (rc || (rc = inf_engine_open(&o->engine, err, &e->engine)))
         return rc;
     if (e->config.parallel > e->engine->chunk)
@@ -107,7 +108,7 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
         return shm_error_set(err, ENOMEM, "no memory for the vocabulary's tables: free some");
     if (e->config.parallel > 1 && (rc = krn_pool_create(samplers(), &e->pool)))
         return shm_error_set(err, -rc, "threads that sample cannot be started: %s", strerror(-rc));
-    return srv_slots_open(e, err);
+    return 0;
 }
 
 int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, struct shm_error *err)
@@ -162,7 +163,7 @@ static void *run(void *ctx)
     /* Others use the tokenizer until they finish; and a device is closed by the thread that opened it. */
     while (!srv_queue_finished(e->config.queue))
         usleep(10000);
-    srv_slots_close(e);
+    srv_kept_clear(e);
     krn_pool_destroy(&e->pool);
     srv_vocab_destroy(&e->vocab);
     inf_engine_close(&e->engine);

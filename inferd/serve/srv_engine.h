@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Engine thread: owns the engine, its tie to expertd and the conversations;
+ * Engine thread: owns the engine, its tie to expertd, and keys and values;
  * takes jobs from the queue and puts what they write. Up to `parallel` jobs
  * run at once: their prompts are read in the same passes, their answers step
  * together (srv_sched.h). What a job writes does not depend on the others.
  *
- * A prompt goes on in the kept conversation that shares the longest beginning with it, so that a follow-up
- * turn reads only what is new. When expertd goes away, the thread waits for the next one; jobs that run
- * then go on where they were, unless that takes longer than resume_ms.
+ * A job starts when there is room for all tokens that it may come to have. What was read is kept as long as
+ * nobody else needs the room: a prompt that begins alike reads only what is new. When expertd goes away, the
+ * thread waits for the next one; jobs that run then go on where they were, unless that takes longer than
+ * resume_ms.
  */
 #ifndef SRV_ENGINE_H
 #define SRV_ENGINE_H
@@ -21,7 +22,6 @@ struct srv_engine_config {
     struct inf_options *options; /* borrowed */
     struct srv_queue *queue;     /* borrowed; opened when the engine is ready */
     struct srv_stats *stats;     /* borrowed */
-    unsigned conversations;      /* most that are kept */
     unsigned parallel;           /* most jobs that run at once, up to SRV_PARALLEL_MAX */
     unsigned gap_ms;             /* longest between two tokens of an answer while prompts are read; 0: any */
     unsigned resume_ms;          /* how long a job waits for the next expertd */
@@ -41,26 +41,26 @@ const char *srv_state_name(enum srv_state state);
 struct srv_info {
     char model[128];
     uint32_t vocab, ctx, chunk, layers, experts, experts_used;
+    uint32_t kv_tokens, parallel; /* room for keys and values; most jobs at once */
+    double kv_mib;
     char device[192], device_note[256];
     struct inf_tokenizer *tokenizer; /* the engine's; safe in any thread */
     const char *chat_template;
     size_t chat_template_bytes;
 };
 
-#define SRV_CONVERSATIONS_MAX 256
-
 struct srv_status {
     enum srv_state state;
     char error[512];
-    uint64_t session, attach_ns, kv_bytes, resident_bytes, ring_bytes, activation_bytes;
+    uint64_t session, attach_ns, resident_bytes, ring_bytes, activation_bytes;
     uint32_t ring, resident;
     struct inf_settings settings;
-    unsigned n_conversations, conversations_max;
     struct {
-        uint32_t tokens;
-        uint64_t used_ns; /* shm_now_ns() of its last job */
-        bool busy;
-    } conversation[SRV_CONVERSATIONS_MAX];
+        uint32_t blocks, free; /* of INF_KV_BLOCK tokens: in all, and of them nobody's */
+        uint32_t kept;         /* held for prompts to come */
+        uint32_t reserved;     /* what the running jobs may come to need */
+        uint64_t block_bytes, evicted;
+    } kv;
 };
 
 int srv_engine_start(const struct srv_engine_config *config, struct srv_engine **ret_engine);

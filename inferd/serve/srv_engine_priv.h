@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Inside the engine thread: its state, the kept conversations (srv_slots.c), a
- * job's answer (srv_run.c), and the loop that steps them all (srv_loop.c).
+ * Inside the engine thread: its state, what was read before
+ * (srv_kept.c), a job's answer (srv_run.c), and the loop that steps them all
+ * (srv_loop.c).
  */
 #ifndef SRV_ENGINE_PRIV_H
 #define SRV_ENGINE_PRIV_H
@@ -15,26 +16,20 @@
 
 #include <pthread.h>
 
-struct srv_slot {
-    struct inf_conversation *conversation;
-    uint64_t used_ns;
-    bool busy;
-};
-
 /* A job that runs: first its prompt is read, then it writes token after token. */
 struct srv_seq {
     struct srv_engine *e;
     struct srv_job *job;
-    struct srv_slot *slot;
+    struct inf_conversation *c;
+    uint32_t blocks; /* of keys and values, kept free for it */
     struct inf_sampler *sampler;
     struct inf_detok *detok;
     struct srv_text *text;
     struct srv_result result;
-    float *logits;  /* [vocab] behind the last token read */
-    bool fresh;     /* not sampled from yet */
-    bool ended;     /* result.end or rc says how */
-    int32_t next;   /* written, to be read; -1: the prompt is being read */
-    unsigned piece; /* of the running pass */
+    float *logits; /* [vocab] behind the last token read */
+    bool fresh;    /* not sampled from yet */
+    bool ended;    /* result.end or rc says how */
+    int32_t next;  /* written, to be read; -1: the prompt is being read */
     uint64_t start_ns, token_ns;
     int rc;
     struct shm_error err;
@@ -49,11 +44,13 @@ struct srv_engine {
     _Atomic bool informed;
     struct inf_engine *engine;
     struct srv_vocab *vocab;
-    struct srv_slot *slots;
-    unsigned n_slots;
+    struct kept *kept;
+    unsigned n_kept, cap_kept;
 
     struct srv_seq *seq[SRV_PARALLEL_MAX]; /* in the order of their start */
     unsigned n_seq;
+    uint32_t reserved;               /* blocks, for all of them */
+    uint64_t evicted;                /* blocks */
     float *logits[SRV_PARALLEL_MAX]; /* not in use: rows for sequences to come */
     unsigned n_logits;
     struct krn_pool *pool; /* samples */
@@ -61,14 +58,17 @@ struct srv_engine {
     uint64_t step_ns;      /* the last step of all answers, sampling included */
 };
 
-/* One conversation is made at once, so that a server that started can answer. */
-int srv_slots_open(struct srv_engine *e, struct shm_error *err);
-void srv_slots_close(struct srv_engine *e);
+/* The longest beginning of ids, of fewer than n tokens, that was read before: its blocks become those of the
+ * empty kv. */
+uint32_t srv_kept_take(struct srv_engine *e, struct inf_kv *kv, const int32_t *ids, uint32_t n);
+void srv_kept_put(struct srv_engine *e, const struct inf_kv *kv, const int32_t *ids, uint32_t n);
+/* Frees at least so many blocks, if it can; how many. Least recently used ones go first. */
+uint32_t srv_kept_evict(struct srv_engine *e, uint32_t blocks);
+void srv_kept_clear(struct srv_engine *e);
+uint32_t srv_kept_blocks(const struct srv_engine *e);
 
-/* The conversation for a prompt, cut to *ret_common tokens that it shares with it (fewer than n). -EBUSY: all
- * are busy. */
-int srv_slots_pick(struct srv_engine *e, const int32_t *ids, size_t n, struct srv_slot **ret_slot,
-                   uint32_t *ret_common);
+/* Blocks that a job may come to need. */
+uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job);
 
 /* Takes a job on. Whatever fails ends the sequence (seq->ended); NULL: no memory even for that, and the job
  * has ended. */

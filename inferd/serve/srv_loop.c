@@ -10,30 +10,23 @@
 
 #define IDLE_MS 100 /* between two looks at expertd */
 
-/* Until the engine reads several conversations in a pass: one after the other. */
-struct inf_piece {
-    struct inf_conversation *c;
-    const int32_t *ids;
-    uint32_t n;
-    enum inf_logits_wanted logits;
-};
-
 /* One pass over the layers. */
 struct pass {
     struct srv_engine *e;
     struct srv_seq *seq[SRV_PARALLEL_MAX];
     struct inf_piece piece[SRV_PARALLEL_MAX];
-    unsigned n, at;
+    uint32_t before[SRV_PARALLEL_MAX]; /* tokens of each */
+    unsigned n;
     uint32_t tokens;
     bool generated; /* a step of answers, not a read of prompts */
 };
 
-static void on_logits(void *ctx, uint32_t position, uint32_t rows, const float *logits)
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
 {
     const struct pass *p = ctx;
     size_t vocab = p->e->info.vocab;
     (void)position;
-    memcpy(p->seq[p->at]->logits, logits + (rows - 1) * vocab, vocab * sizeof *logits);
+    memcpy(p->seq[piece]->logits, logits + (rows - 1) * vocab, vocab * sizeof *logits);
 }
 
 static void on_chunk(void *ctx, const struct inf_chunk *chunk)
@@ -42,52 +35,67 @@ static void on_chunk(void *ctx, const struct inf_chunk *chunk)
     srv_stats_chunk(p->e->config.stats, chunk, p->generated);
 }
 
-static int read_batch(struct pass *p, struct shm_error *err)
+static void on_progress(void *ctx, double tokens)
 {
-    int rc = 0;
-    for (p->at = 0; !rc && p->at < p->n; p->at++) {
-        const struct inf_piece *piece = &p->piece[p->at];
-        const struct inf_read_options o = {.logits = piece->logits,
-                                           .on_logits = on_logits,
-                                           .on_chunk = on_chunk,
-                                           .ctx = p,
-                                           .generated = p->generated};
-        rc = inf_read(p->e->engine, piece->c, piece->ids, piece->n, &o, err);
-    }
-    return rc;
+    const struct pass *p = ctx;
+    for (unsigned i = 0; i < p->n && !p->generated; i++)
+        atomic_store(&p->seq[i]->job->read, p->before[i] - p->seq[i]->result.cached_tokens +
+                                                (uint32_t)(tokens / p->tokens * p->piece[i].n));
 }
 
-/* What was read counts; where something else than the loss of expertd went wrong, those who were in it fail.
- */
+static void add(struct pass *p, struct srv_seq *s, const int32_t *ids, uint32_t n, bool last)
+{
+    p->seq[p->n] = s;
+    p->before[p->n] = s->c->n;
+    p->piece[p->n++] =
+        (struct inf_piece){.c = s->c, .ids = ids, .n = n, .logits = last ? INF_LOGITS_LAST : INF_LOGITS_NONE};
+    p->tokens += n;
+}
+
+/* Admission saw to it that what is kept for later can make room for it. */
+static void make_room(const struct pass *p)
+{
+    struct srv_engine *e = p->e;
+    uint32_t need = 0;
+    for (unsigned i = 0; i < p->n; i++)
+        need += inf_kv_need(p->seq[i]->c->kv, p->before[i], p->before[i] + p->piece[i].n);
+    if (need > e->engine->pool->free)
+        e->evicted += srv_kept_evict(e, need - e->engine->pool->free);
+}
+
+/* Where something else than the loss of expertd or the clients went wrong, those who were in it fail. */
 static void run_pass(struct pass *p)
 {
     struct srv_engine *e = p->e;
     struct srv_queue *q = e->config.queue;
     struct srv_job *jobs[SRV_PARALLEL_MAX];
     struct shm_error err = {0};
-    uint32_t before[SRV_PARALLEL_MAX];
-    for (unsigned i = 0; i < p->n; i++) {
+    const struct inf_read_options o = {.on_logits = on_logits,
+                                       .on_progress = on_progress,
+                                       .on_chunk = on_chunk,
+                                       .ctx = p,
+                                       .generated = p->generated};
+    for (unsigned i = 0; i < p->n; i++)
         jobs[i] = p->seq[i]->job;
-        before[i] = p->piece[i].c->n;
-        p->tokens += p->piece[i].n;
-    }
+    make_room(p);
     srv_queue_pass(q, jobs, p->n);
     uint64_t start_ns = shm_now_ns();
-    int rc = read_batch(p, &err);
+    int rc = inf_read_batch(e->engine, p->piece, p->n, &o, &err);
     uint64_t now_ns = shm_now_ns();
     srv_queue_pass(q, NULL, 0);
-    if (!rc)
+    if (!rc) {
         srv_stats_pass(e->config.stats, p->n, p->generated);
-    if (!rc && !p->generated)
-        srv_speed_note(&e->read, p->tokens, now_ns - start_ns);
+        if (!p->generated)
+            srv_speed_note(&e->read, p->tokens, now_ns - start_ns);
+    }
     for (unsigned i = 0; i < p->n; i++) {
         struct srv_seq *s = p->seq[i];
-        s->fresh = s->slot->conversation->n > before[i] && !srv_seq_rest(s);
+        s->fresh = !rc && !srv_seq_rest(s);
         if (!p->generated) {
-            atomic_store(&s->job->read, s->slot->conversation->n - s->result.cached_tokens);
+            atomic_store(&s->job->read, s->c->n - s->result.cached_tokens);
             s->result.read_ns = now_ns - s->start_ns;
         }
-        if (rc && rc != -ECANCELED && !s->fresh && inf_store_alive(&e->engine->store))
+        if (rc && rc != -ECANCELED && inf_store_alive(&e->engine->store))
             srv_seq_fail(s, rc, &err);
     }
 }
@@ -186,13 +194,7 @@ static void read_prompts(struct srv_engine *e)
     for (unsigned i = 0; i < n; i++) {
         if (!tokens[i])
             continue;
-        struct inf_conversation *c = of[i]->slot->conversation;
-        p.seq[p.n] = of[i];
-        p.piece[p.n++] =
-            (struct inf_piece){.c = c,
-                               .ids = of[i]->job->prompt.ids + c->n,
-                               .n = tokens[i],
-                               .logits = tokens[i] == prompt[i].rest ? INF_LOGITS_LAST : INF_LOGITS_NONE};
+        add(&p, of[i], of[i]->job->prompt.ids + of[i]->c->n, tokens[i], tokens[i] == prompt[i].rest);
     }
     run_pass(&p);
     sample(e);
@@ -204,11 +206,8 @@ static void step_answers(struct srv_engine *e)
     uint64_t start_ns = shm_now_ns();
     for (unsigned i = 0; i < e->n_seq; i++) {
         struct srv_seq *s = e->seq[i];
-        if (!answers(s))
-            continue;
-        p.seq[p.n] = s;
-        p.piece[p.n++] = (struct inf_piece){
-            .c = s->slot->conversation, .ids = &s->next, .n = 1, .logits = INF_LOGITS_LAST};
+        if (answers(s))
+            add(&p, s, &s->next, 1, true);
     }
     if (!p.n)
         return;
@@ -219,9 +218,8 @@ static void step_answers(struct srv_engine *e)
 
 static bool fits(void *ctx, const struct srv_job *job)
 {
-    (void)ctx;
-    (void)job;
-    return true;
+    const struct srv_engine *e = ctx;
+    return !e->n_seq || e->reserved + srv_seq_blocks(e, job) <= e->engine->pool->blocks;
 }
 
 static void admit(struct srv_engine *e)

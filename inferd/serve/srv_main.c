@@ -58,8 +58,11 @@ static void become_ready(struct serve *v)
         return;
     v->announced = true;
     if (!v->o.quiet)
-        fprintf(stderr, "<5>inferd: serving '%s' (%s; context %u, template %s) on %s\n", srv_model_name(s),
-                info->device, info->ctx, s->chat ? inf_template_name(s->chat) : "none", v->name);
+        fprintf(stderr,
+                "<5>inferd: serving '%s' (%s; context %u, %u requests at once, keys and values of %u tokens: "
+                "%.1f MiB, template %s) on %s\n",
+                srv_model_name(s), info->device, info->ctx, info->parallel, info->kv_tokens, info->kv_mib,
+                s->chat ? inf_template_name(s->chat) : "none", v->name);
     srv_notify("READY=1");
 }
 
@@ -218,15 +221,13 @@ static int open_parts(struct serve *v, struct shm_error *err)
     event_add(v->state, NULL);
     event_add(v->term, NULL);
     event_add(v->interrupt, NULL);
-    const struct srv_engine_config engine = {
-        .options = &v->o,
-        .queue = s->queue,
-        .stats = s->stats,
-        .conversations = o->conversations > o->parallel ? o->conversations : o->parallel,
-        .parallel = o->parallel,
-        .gap_ms = o->gap_ms,
-        .resume_ms = o->resume_s * 1000,
-        .event_fd = v->state_fd};
+    const struct srv_engine_config engine = {.options = &v->o,
+                                             .queue = s->queue,
+                                             .stats = s->stats,
+                                             .parallel = o->parallel,
+                                             .gap_ms = o->gap_ms,
+                                             .resume_ms = o->resume_s * 1000,
+                                             .event_fd = v->state_fd};
     return srv_engine_start(&engine, &s->engine);
 }
 

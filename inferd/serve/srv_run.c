@@ -152,7 +152,7 @@ void srv_seq_advance(struct srv_seq *s)
         end(s, SRV_END_STRING, 0);
     else if (s->result.written_tokens >= job->max_tokens)
         end(s, SRV_END_LENGTH, 0);
-    else if (s->slot->conversation->n == s->slot->conversation->capacity)
+    else if (s->c->n == s->c->capacity)
         end(s, SRV_END_CONTEXT, 0);
     else
         s->next = id;
@@ -160,14 +160,33 @@ void srv_seq_advance(struct srv_seq *s)
 
 uint32_t srv_seq_rest(const struct srv_seq *s)
 {
-    return s->ended || s->next >= 0 ? 0 : (uint32_t)(s->job->prompt.n - s->slot->conversation->n);
+    return s->ended || s->next >= 0 ? 0 : (uint32_t)(s->job->prompt.n - s->c->n);
+}
+
+uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job)
+{
+    return inf_kv_blocks((uint32_t)srv_sched_need(job->prompt.n, job->max_tokens, e->info.ctx));
+}
+
+/* A conversation that begins with what was read before. */
+static int take_prefix(struct srv_seq *s)
+{
+    struct srv_engine *e = s->e;
+    struct srv_job *job = s->job;
+    int rc = inf_conversation_create(e->engine, &s->err, &s->c);
+    if (rc)
+        return rc;
+    s->c->n = srv_kept_take(e, s->c->kv, job->prompt.ids, (uint32_t)job->prompt.n);
+    memcpy(s->c->tokens, job->prompt.ids, s->c->n * sizeof *s->c->tokens);
+    s->result.cached_tokens = s->c->n;
+    atomic_store(&job->cached, s->c->n);
+    return 0;
 }
 
 static int start(struct srv_seq *s)
 {
     struct srv_engine *e = s->e;
     struct srv_job *job = s->job;
-    uint32_t common = 0;
     int rc = inf_sampler_create(&job->sampler, e->info.vocab, &s->err, &s->sampler);
     for (size_t i = 0; !rc && i < job->n_bias; i++)
         rc = inf_sampler_bias(s->sampler, job->bias[i].id, job->bias[i].logprob);
@@ -179,14 +198,8 @@ static int start(struct srv_seq *s)
     s->text = srv_text_new(job->stops, job->n_stops);
     if (!s->logits || !s->text || inf_detok_create(e->engine->tokenizer, job->show_special, &s->detok))
         return -ENOMEM;
-    rc = srv_slots_pick(e, job->prompt.ids, job->prompt.n, &s->slot, &common);
-    if (rc)
-        return rc;
-    s->slot->busy = true;
-    s->slot->used_ns = s->start_ns = shm_now_ns();
-    s->result.cached_tokens = common;
-    atomic_store(&job->cached, common);
-    return 0;
+    s->start_ns = shm_now_ns();
+    return take_prefix(s);
 }
 
 struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
@@ -207,6 +220,8 @@ struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
     s->job = job;
     s->result = result;
     s->next = -1;
+    s->blocks = srv_seq_blocks(e, job);
+    e->reserved += s->blocks;
     int rc = start(s);
     if (rc)
         srv_seq_fail(s, rc, NULL);
@@ -249,10 +264,10 @@ void srv_seq_finish(struct srv_seq **seq)
     inf_sampler_destroy(&s->sampler);
     if (s->logits)
         e->logits[e->n_logits++] = s->logits;
-    if (s->slot) {
-        s->slot->busy = false;
-        s->slot->used_ns = shm_now_ns();
-    }
+    if (s->c && s->c->n)
+        srv_kept_put(e, s->c->kv, s->c->tokens, s->c->n);
+    inf_conversation_destroy(&s->c);
+    e->reserved -= s->blocks;
     s->result.total_ns = shm_now_ns() - s->job->submit_ns;
     srv_stats_job(e->config.stats, &s->result);
     srv_queue_end(e->config.queue, s->job, &s->result);

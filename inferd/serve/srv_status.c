@@ -57,14 +57,6 @@ json_t *srv_status_json(struct srv_server *s)
     const struct srv_http_counters *h = srv_http_counters(s->http);
     struct jobs jobs = {.running = json_array(), .now_ns = shm_now_ns()};
     srv_queue_each(s->queue, see_job, &jobs);
-    json_t *conversations = json_array();
-    for (unsigned i = 0; i < t->n_conversations; i++)
-        json_array_append_new(conversations,
-                              json_pack("{s:I, s:b, s:f}", "tokens", (json_int_t)t->conversation[i].tokens,
-                                        "busy", t->conversation[i].busy, "idle_s",
-                                        t->conversation[i].busy || !t->conversation[i].used_ns
-                                            ? 0.0
-                                            : (double)(jobs.now_ns - t->conversation[i].used_ns) / 1e9));
     json_t *j =
         json_pack("{s:s, s:s, s:s, s:I, s:f}", "state", s->draining ? "draining" : srv_state_name(t->state),
                   "reason", t->error, "version", EXPERTD_VERSION, "pid", (json_int_t)getpid(), "uptime_s",
@@ -73,17 +65,23 @@ json_t *srv_status_json(struct srv_server *s)
     if (info)
         json_object_set_new(
             j, "worker",
-            json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "model", srv_model_name(s),
-                      "device", info->device, "device_note", info->device_note, "ctx", (json_int_t)info->ctx,
-                      "chunk", (json_int_t)info->chunk, "layers", (json_int_t)info->layers, "experts",
-                      (json_int_t)info->experts, "experts_used", (json_int_t)info->experts_used, "vocab",
-                      (json_int_t)info->vocab, "chat_template", s->chat ? inf_template_name(s->chat) : NULL));
+            json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "model",
+                      srv_model_name(s), "device", info->device, "device_note", info->device_note, "ctx",
+                      (json_int_t)info->ctx, "chunk", (json_int_t)info->chunk, "kv_tokens",
+                      (json_int_t)info->kv_tokens, "parallel", (json_int_t)info->parallel, "layers",
+                      (json_int_t)info->layers, "experts", (json_int_t)info->experts, "experts_used",
+                      (json_int_t)info->experts_used, "vocab", (json_int_t)info->vocab, "chat_template",
+                      s->chat ? inf_template_name(s->chat) : NULL));
     json_object_set_new(j, "residency",
-                        json_pack("{s:I, s:I, s:I, s:I}", "experts_per_layer", (json_int_t)t->resident,
-                                  "bytes", (json_int_t)t->resident_bytes, "kv_bytes", (json_int_t)t->kv_bytes,
-                                  "activation_bytes", (json_int_t)t->activation_bytes));
-    json_object_set_new(j, "conversations", conversations);
-    json_object_set_new(j, "conversations_max", json_integer((json_int_t)t->conversations_max));
+                        json_pack("{s:I, s:I, s:I}", "experts_per_layer", (json_int_t)t->resident, "bytes",
+                                  (json_int_t)t->resident_bytes, "activation_bytes",
+                                  (json_int_t)t->activation_bytes));
+    json_object_set_new(j, "kv",
+                        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "block_tokens",
+                                  (json_int_t)INF_KV_BLOCK, "blocks", (json_int_t)t->kv.blocks, "free",
+                                  (json_int_t)t->kv.free, "kept", (json_int_t)t->kv.kept, "reserved",
+                                  (json_int_t)t->kv.reserved, "evicted", (json_int_t)t->kv.evicted, "bytes",
+                                  (json_int_t)(t->kv.blocks * t->kv.block_bytes)));
     json_object_set_new(j, "running", jobs.running);
     json_object_set_new(j, "queue",
                         json_pack("{s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f}", "waiting",
@@ -127,17 +125,17 @@ char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes)
     srv_engine_status(s->engine, t);
     struct srv_counts c = srv_queue_counts(s->queue);
     const struct srv_http_counters *h = srv_http_counters(s->http);
-    uint64_t kept = 0;
-    for (unsigned i = 0; i < t->n_conversations; i++)
-        kept += t->conversation[i].tokens;
     gauge(f, "inferd_ready", "1 while requests are answered.", t->state == SRV_READY && !s->draining);
     gauge(f, "inferd_expertd_attached", "1 while an expertd is attached.", t->state == SRV_READY);
     gauge(f, "inferd_queue_waiting", "Requests that wait.", c.waiting);
     gauge(f, "inferd_queue_limit", "Requests that may wait.", c.limit);
     gauge(f, "inferd_running", "Requests that are computed.", c.running);
-    gauge(f, "inferd_conversations", "Conversations kept.", t->n_conversations);
-    gauge(f, "inferd_conversation_tokens", "Tokens kept in them.", (double)kept);
-    gauge(f, "inferd_kv_bytes", "Bytes of keys and values.", (double)t->kv_bytes);
+    gauge(f, "inferd_kv_blocks", "Blocks of keys and values.", t->kv.blocks);
+    gauge(f, "inferd_kv_free_blocks", "Of them nobody's.", t->kv.free);
+    gauge(f, "inferd_kv_kept_blocks", "Of them kept for prompts to come.", t->kv.kept);
+    gauge(f, "inferd_kv_reserved_blocks", "What the running requests may come to need.", t->kv.reserved);
+    counter(f, "inferd_kv_evicted_blocks_total", "Kept blocks given up for others.", t->kv.evicted);
+    gauge(f, "inferd_kv_bytes", "Bytes of keys and values.", (double)(t->kv.blocks * t->kv.block_bytes));
     gauge(f, "inferd_resident_bytes", "Bytes of resident experts.", (double)t->resident_bytes);
     gauge(f, "inferd_http_connections", "Open connections.", h->connections);
     counter(f, "inferd_http_requests_total", "Requests whose head arrived.", h->requests);

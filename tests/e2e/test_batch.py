@@ -158,3 +158,60 @@ def test_expertd_dies_below_a_batch(world):
         t.join(90 * SLOW)
     assert results == [a["text"] for a in alone]
     server.until_status(lambda s: s["totals"]["attached_again"] == 1 and not s["running"], "it goes on")
+
+
+def test_a_request_starts_when_there_is_room_for_all_of_it(world):
+    world.expertd()
+    server = Server(world, "--kv-tokens", "500")
+    assert server.status()["worker"]["kv_tokens"] == 512 and "512 tokens" in server.log()
+    status, _, error = server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 600})
+    assert status == 400 and "512" in error["error"]["message"] and "600" in error["error"]["message"]
+    assert error["error"]["param"] == "max_tokens" and error["error"]["code"] == "context_length_exceeded"
+    # Where no length was asked for, it is what there is room for.
+    whole = server.complete("Once upon a time", ignore_eos=True)
+    assert whole["choices"][0]["finish_reason"] == "length" and whole["usage"]["total_tokens"] == 513
+    first = server.start_stream(max_tokens=300)
+    server.until_status(lambda t: t["running"] and t["kv"]["reserved"] == 3, "one runs")
+    second = server.start_stream(prompt="The bear", max_tokens=200)
+    server.until_status(lambda t: t["queue"]["waiting"] == 1 or t["running"][0]["written_tokens"] > 250,
+                        "there is no room for the second")
+    assert first.recv(100) and len(server.status()["running"]) == 1
+    first.close()
+    assert second.recv(100).startswith(b"HTTP/1.1 200 ")
+    second.close()
+    server.until_status(lambda t: not t["running"] and not t["kv"]["reserved"], "all is quiet")
+    # What was kept for later makes room.
+    large = Server(world)
+    for i in range(2):
+        for w in ("fox", "bear"):
+            body = {"prompt": STORY.format(w, w, "sea"), "max_tokens": 100, "ignore_eos": True}
+            assert server.complete(**body)["choices"] == large.complete(**body)["choices"]
+        server.complete(prompts()["p300"]["text"], max_tokens=50 + i, ignore_eos=True)
+    kv = server.status()["kv"]
+    assert kv["evicted"] > 0 and kv["free"] + kv["kept"] >= kv["blocks"] == 4, kv
+
+
+def test_prompts_that_begin_alike_read_it_once(world):
+    world.expertd()
+    server = Server(world)
+    system = prompts()["p300"]["text"]
+
+    def ask_about(where, what, **kw):
+        return where.post("/v1/chat/completions", {"temperature": 0, "max_tokens": 10, "messages": [
+            {"role": "system", "content": system}, {"role": "user", "content": what}], **kw})[2]
+    first = ask_about(server, "Who is the fox?")["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0 and first["prompt_tokens"] > 256
+    second = ask_about(server, "Where does the bear live?")
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 256 <= cached < second["usage"]["prompt_tokens"]
+    # Beside the first ones, which go on writing into blocks of their own.
+    alone = Server(world, "--parallel", "1")
+    streams = [server.start_stream(prompt=system, max_tokens=400) for _ in range(2)]
+    for s in streams:
+        s.recv(100)
+    for what in ("Who is the fox?", "Is it cold?"):
+        together = ask_about(server, what, logprobs=True)
+        assert ask_about(alone, what, logprobs=True)["choices"] == together["choices"]
+        assert together["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
+    for s in streams:
+        s.close()

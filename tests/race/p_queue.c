@@ -53,17 +53,26 @@ static void on_event(struct srv_job *job, const struct srv_event *e)
     srv_job_release(q, &c->job);
 }
 
+/* There is room every other time. */
+static bool fits(void *ctx, const struct srv_job *job)
+{
+    (void)job;
+    return ++*(unsigned *)ctx % 2;
+}
+
 static void *engine(void *ctx)
 {
+    unsigned asked = 0;
     (void)ctx;
     for (;;) {
-        struct srv_job *job = srv_queue_take(q, 5);
+        struct srv_job *job = srv_queue_take(q, 5, fits, &asked);
         if (!job) {
             if (srv_queue_finished(q))
                 return NULL;
             continue;
         }
         struct srv_result r = {.end = SRV_END_LENGTH};
+        srv_queue_pass(q, &job, 1);
         for (int i = 0; i < PIECES; i++) {
             char text[16];
             if (atomic_load(&job->cancelled)) {
@@ -75,6 +84,7 @@ static void *engine(void *ctx)
             MUST(e);
             srv_queue_put(q, job, e);
         }
+        srv_queue_pass(q, NULL, 0);
         srv_queue_end(q, job, &r);
     }
 }
