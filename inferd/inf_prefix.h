@@ -23,6 +23,7 @@
 
 struct inf_prefix;
 struct inf_store;
+struct inf_park_config;
 
 struct inf_prefix_config {
     struct inf_kv_pool *pool; /* borrowed */
@@ -31,6 +32,9 @@ struct inf_prefix_config {
      * behind those: a device may compute generated tokens by other kernels, whose bits differ
      * (inf_pass.generated). */
     bool exact;
+    /* For tests: expertd's part, instead of the store; and the time, instead of shm_now_ns. */
+    const struct inf_park_config *park;
+    uint64_t (*now_ns)(void);
 };
 
 /* -ENOMEM. */
@@ -76,6 +80,9 @@ bool inf_prefix_idle(struct inf_prefix *prefix);
 /* Milliseconds until inf_prefix_idle has something to do: 0 now, UINT32_MAX: nothing. */
 uint32_t inf_prefix_idle_ms(const struct inf_prefix *prefix);
 
+/* Parks what is not parked yet, due or not, for at most ms: before a worker ends. */
+void inf_prefix_flush(struct inf_prefix *prefix, uint32_t ms);
+
 /* Counters since create; *_blocks are of now. */
 struct inf_prefix_stats {
     uint64_t takes, hits; /* calls for a new prompt; of them those that found a token */
@@ -84,7 +91,7 @@ struct inf_prefix_stats {
     uint32_t kept_blocks; /* in the pool, by this cache */
     uint32_t unparked_blocks;
     uint64_t parked, loaded; /* blocks to and from the park */
-    uint64_t park_ms;        /* spent with both */
+    uint64_t park_ns;        /* spent with both */
     uint64_t park_damaged;   /* blocks whose checksum or contents were wrong: not used, dropped */
     uint64_t park_ignored;   /* parked blocks that fit the tokens, but not this worker */
     uint64_t park_full;      /* blocks for which there was no room */
