@@ -94,6 +94,8 @@ static bool shared(const struct inf_kv *kv, uint32_t i)
 
 uint32_t inf_kv_need(const struct inf_kv *kv, uint32_t from, uint32_t to)
 {
+    if (from >= to)
+        return 0;
     uint32_t end = inf_kv_blocks(to), n = end > kv->blocks ? end - kv->blocks : 0;
     for (uint32_t i = from / INF_KV_BLOCK; i < end && i < kv->blocks; i++)
         n += shared(kv, i);
@@ -105,6 +107,9 @@ int inf_kv_prepare(struct inf_kv *kv, uint32_t from, uint32_t to, struct shm_err
     struct inf_kv_pool *p = kv->pool;
     if (from >= to)
         return 0;
+    if (to > kv->ctx)
+        return shm_error_set(err, E2BIG, "%u tokens do not fit: the context holds %u: raise --ctx", to,
+                             kv->ctx);
     const uint32_t first = from / INF_KV_BLOCK, end = inf_kv_blocks(to), need = inf_kv_need(kv, from, to);
     if (need > p->free)
         return shm_error_set(err, ENOSPC,

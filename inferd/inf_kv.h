@@ -51,7 +51,8 @@ uint32_t inf_kv_need(const struct inf_kv *kv, uint32_t from, uint32_t to);
 /* Makes positions from .. to - 1 writable (to <= ctx): their blocks exist and are this table's alone. What
  * lies before `from` in a shared block is copied with it; positions from `from` on hold nothing afterwards.
  * Also good for taking the blocks of tokens to come ahead of time. -ENOSPC: the pool has not enough free
- * blocks; device errors. On failure nothing has changed. May enqueue copies on the device, does not wait. */
+ * blocks; -E2BIG; device errors. On failure nothing has changed. May enqueue copies on the device, does not
+ * wait. */
 int inf_kv_prepare(struct inf_kv *kv, uint32_t from, uint32_t to, struct shm_error *err);
 
 /* Gives back the blocks behind the first `tokens` tokens. */

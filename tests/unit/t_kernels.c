@@ -353,6 +353,51 @@ EACH_ISA(attention_bits)
         drop_host(hosts[h]);
 }
 
+/* Sequences whose blocks are strewn over the memory, several in a call: each as alone in memory of its own.
+ */
+EACH_ISA(attention_blocks)
+{
+    struct krn_host *hosts[] = {make_host(1, 64), make_host(3, 64)};
+    static const uint32_t before[] = {0, 127, 200, 3, 128}, tokens[] = {130, 1, 5, 64, 1};
+    static const uint32_t table[5][3] = {{9, 2, 0}, {4, 8, 0}, {1, 6, 0}, {7, 0, 0}, {3, 5, 0}};
+    enum { SPANS = 5, HEADS = 8, KVH = 2, HD = 48, ROW = KVH * HD, OUT = HEADS * HD };
+    struct krn_kv all = make_kv(10 * KRN_KV_BLOCK, KVH, HD);
+    struct krn_kv_span first[SPANS], span[SPANS];
+    uint32_t rows0 = 0, rows = 0;
+    for (int i = 0; i < SPANS; i++) {
+        first[i] = (struct krn_kv_span){table[i], 0, before[i]};
+        span[i] = (struct krn_kv_span){table[i], before[i], tokens[i]};
+        rows0 += before[i];
+        rows += tokens[i];
+    }
+    float *k0 = krn_rand_floats(&rng, rows0 * ROW, 1), *v0 = krn_rand_floats(&rng, rows0 * ROW, 1);
+    float *k = krn_rand_floats(&rng, rows * ROW, 1), *v = krn_rand_floats(&rng, rows * ROW, 1);
+    float *q = krn_rand_floats(&rng, rows * OUT, 4), *want = poison(rows * OUT), *y = poison(rows * OUT);
+    for (uint32_t i = 0, at0 = 0, at = 0; i < SPANS; at0 += before[i], at += tokens[i++]) {
+        struct krn_kv kv = make_kv(before[i] + tokens[i], KVH, HD);
+        append(hosts[0], &kv, 0, before[i], k0 + at0 * ROW, v0 + at0 * ROW);
+        append(hosts[0], &kv, before[i], tokens[i], k + at * ROW, v + at * ROW);
+        attend(hosts[0], &kv, before[i], tokens[i], HEADS, q + at * OUT, want + at * OUT);
+        free_kv(&kv);
+    }
+    for (int h = 0; h < 2; h++) {
+        krn_host_kv_append(hosts[h], &all, first, SPANS, k0, v0);
+        krn_host_kv_append(hosts[h], &all, span, SPANS, k, v);
+        memset(y, 0xff, rows * OUT * 4);
+        krn_host_attention(hosts[h], &all, span, SPANS, HEADS, q, y);
+        same(y, want, rows * OUT, "attention over blocks");
+        drop_host(hosts[h]);
+    }
+    free_kv(&all);
+    free(k0);
+    free(v0);
+    free(k);
+    free(v);
+    free(q);
+    free(want);
+    free(y);
+}
+
 EACH_ISA(router)
 {
     struct krn_host *host = make_host(2, 64);

@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: MIT */
+#include "tests/unit/batch_check.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#define MOST 32u
+
+#define REQUIRE(what, ...)                                                                                   \
+    do {                                                                                                     \
+        if (!(what)) {                                                                                       \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #what);                                       \
+            fprintf(stderr, __VA_ARGS__);                                                                    \
+            fputc('\n', stderr);                                                                             \
+            abort();                                                                                         \
+        }                                                                                                    \
+    } while (0)
+
+struct sequence {
+    struct inf_conversation *c;
+    uint32_t prompt, all;
+    int32_t *ids;      /* [all] */
+    XXH64_hash_t *row; /* [all] of its logits when read alone */
+};
+
+struct check {
+    struct inf_engine *e;
+    const struct batch_setup *set;
+    uint64_t state;
+    struct sequence s[MOST];
+    bool alone;
+    uint32_t of[MOST]; /* pieces of the running pass: whose they are */
+    uint32_t rows, together;
+};
+
+static uint32_t below(struct check *k, uint32_t n)
+{
+    k->state = k->state * UINT64_C(6364136223846793005) + 1442695040888963407u;
+    return (uint32_t)((k->state >> 33) % n);
+}
+
+static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t rows, const float *logits)
+{
+    struct check *k = ctx;
+    struct sequence *s = &k->s[k->of[piece]];
+    const size_t vocab = k->e->model->hparams.vocab;
+    k->rows += rows;
+    for (uint32_t r = 0; r < rows; r++) {
+        XXH64_hash_t hash = XXH3_64bits(logits + r * vocab, vocab * sizeof *logits);
+        REQUIRE(position + r < s->all, "position %u", position + r);
+        if (k->alone)
+            s->row[position + r] = hash;
+        else
+            REQUIRE(s->row[position + r] == hash, "sequence %u, token %u: other bits than alone",
+                    k->of[piece], position + r);
+    }
+}
+
+static void read_alone(struct check *k, uint32_t i)
+{
+    struct shm_error err = {0};
+    struct sequence *s = &k->s[i];
+    struct inf_read_options o = {.logits = INF_LOGITS_ALL, .on_logits = on_logits, .ctx = k};
+    k->of[0] = i;
+    k->rows = 0;
+    REQUIRE(inf_conversation_create(k->e, &err, &s->c) == 0, "%s", err.text);
+    REQUIRE(inf_read(k->e, s->c, s->ids, s->prompt, &o, &err) == 0, "%s", err.text);
+    o.generated = true;
+    REQUIRE(inf_read(k->e, s->c, s->ids + s->prompt, s->all - s->prompt, &o, &err) == 0, "%s", err.text);
+    REQUIRE(k->rows == s->all, "%u rows", k->rows);
+    inf_conversation_destroy(&s->c);
+}
+
+/* One pass of some of the sequences that still have tokens of this kind. */
+static void pass(struct check *k, bool generated)
+{
+    struct shm_error err = {0};
+    struct inf_piece piece[MOST];
+    const struct inf_read_options o = {.on_logits = on_logits, .ctx = k, .generated = generated};
+    uint32_t order[MOST], n = 0, tokens = 0, most = 1 + below(k, k->set->together);
+    for (uint32_t i = 0; i < k->set->sequences; i++) {
+        uint32_t other = below(k, i + 1);
+        order[i] = order[other];
+        order[other] = i;
+    }
+    for (uint32_t i = 0; i < k->set->sequences && n < most; i++) {
+        struct sequence *s = &k->s[order[i]];
+        const bool answers = s->c->n >= s->prompt;
+        if (s->c->n == s->all || (generated ? !answers : answers && !k->set->mixed))
+            continue;
+        uint32_t rest = answers ? 1 : s->prompt - s->c->n, room = k->e->chunk - tokens,
+                 take = below(k, 3) ? 1 + below(k, rest) : rest;
+        if (!room)
+            break;
+        take = take < room ? take : room;
+        piece[n] = (struct inf_piece){s->c, s->ids + s->c->n, take, INF_LOGITS_ALL};
+        k->of[n++] = order[i];
+        tokens += take;
+    }
+    if (!n)
+        return;
+    k->rows = 0;
+    REQUIRE(inf_read_batch(k->e, piece, n, &o, &err) == 0, "%s", err.text);
+    REQUIRE(k->rows == tokens, "%u rows of %u tokens", k->rows, tokens);
+    k->together += n > 1;
+}
+
+static bool unread(const struct check *k)
+{
+    for (uint32_t i = 0; i < k->set->sequences; i++)
+        if (k->s[i].c->n < k->s[i].all)
+            return true;
+    return false;
+}
+
+static void strew(struct check *k)
+{
+    struct inf_kv_pool *p = k->e->pool;
+    for (uint32_t i = 1; i < p->free; i++) {
+        uint32_t other = below(k, i + 1), block = p->stack[i];
+        p->stack[i] = p->stack[other];
+        p->stack[other] = block;
+    }
+}
+
+uint32_t batch_check(struct inf_engine *e, const struct batch_setup *set)
+{
+    static const uint32_t sizes[] = {1, 2, 127, 5, 128, 129, 63, 64};
+    struct shm_error err = {0};
+    struct check k = {.e = e, .set = set, .state = set->seed, .alone = true};
+    REQUIRE(set->sequences <= MOST && e->pool->free == e->pool->blocks, "a pool in use");
+    for (uint32_t i = 0; i < set->sequences; i++) {
+        struct sequence *s = &k.s[i];
+        s->prompt = 1 + (i < 8 ? sizes[i] - 1 : below(&k, set->prompt_max)) % set->prompt_max;
+        s->all = s->prompt + set->answers;
+        s->ids = calloc(s->all, sizeof *s->ids);
+        s->row = calloc(s->all, sizeof *s->row);
+        for (uint32_t t = 0; t < s->all; t++)
+            s->ids[t] = (int32_t)below(&k, e->model->hparams.vocab);
+        read_alone(&k, i);
+    }
+    k.alone = false;
+    strew(&k);
+    for (uint32_t i = 0; i < set->sequences; i++)
+        REQUIRE(inf_conversation_create(e, &err, &k.s[i].c) == 0, "%s", err.text);
+    for (uint32_t cut = 0; unread(&k);) {
+        pass(&k, below(&k, 2));
+        struct sequence *s = &k.s[below(&k, set->sequences)];
+        if (set->cuts && s->c->n && cut < 2 * set->sequences && !below(&k, 3)) {
+            inf_conversation_truncate(s->c, below(&k, s->c->n));
+            cut++;
+        }
+    }
+    for (uint32_t i = 0; i < set->sequences; i++) {
+        inf_conversation_destroy(&k.s[i].c);
+        free(k.s[i].ids);
+        free(k.s[i].row);
+    }
+    REQUIRE(e->pool->free == e->pool->blocks, "%u blocks are lost", e->pool->blocks - e->pool->free);
+    return k.together;
+}
