@@ -22,7 +22,7 @@
 struct sequence {
     struct inf_conversation *c;
     uint32_t prompt, all;
-    int32_t *ids;      /* [all] */
+    int32_t *ids;      /* [all], from position set->from on */
     XXH64_hash_t *row; /* [all] of its logits when read alone */
 };
 
@@ -47,6 +47,7 @@ static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t row
     struct check *k = ctx;
     struct sequence *s = &k->s[k->of[piece]];
     const size_t vocab = k->e->model->hparams.vocab;
+    position -= k->set->from;
     k->rows += rows;
     for (uint32_t r = 0; r < rows; r++) {
         XXH64_hash_t hash = XXH3_64bits(logits + r * vocab, vocab * sizeof *logits);
@@ -59,6 +60,36 @@ static void on_logits(void *ctx, uint32_t piece, uint32_t position, uint32_t row
     }
 }
 
+/* A conversation whose keys and values before the first token are numbers of about a tenth, its own ones. */
+static struct inf_conversation *begin(const struct check *k, uint32_t of)
+{
+    struct shm_error err = {0};
+    struct inf_conversation *c;
+    struct inf_device *d = k->e->device;
+    const size_t n = d->kv_block_bytes / 2;
+    REQUIRE(inf_conversation_create(k->e, &err, &c) == 0, "%s", err.text);
+    if (!k->set->from)
+        return c;
+    uint16_t *number = calloc(n, sizeof *number);
+    uint32_t random = of + 1;
+    REQUIRE(inf_kv_prepare(c->kv, 0, k->set->from, &err) == 0, "%s", err.text);
+    for (uint32_t b = 0; b < c->kv->blocks; b++) {
+        for (size_t i = 0; i < n; i++) {
+            random = random * 1664525u + 1013904223u;
+            number[i] = (uint16_t)(0x2c00 | (random >> 16 & 0x83ff)); /* a half */
+        }
+        REQUIRE(d->ops->kv_write(d, c->kv->block[b], number, &err) == 0, "%s", err.text);
+    }
+    free(number);
+    c->n = k->set->from;
+    return c;
+}
+
+static uint32_t done(const struct check *k, const struct sequence *s)
+{
+    return s->c->n - k->set->from;
+}
+
 static void read_alone(struct check *k, uint32_t i)
 {
     struct shm_error err = {0};
@@ -66,7 +97,7 @@ static void read_alone(struct check *k, uint32_t i)
     struct inf_read_options o = {.logits = INF_LOGITS_ALL, .on_logits = on_logits, .ctx = k};
     k->of[0] = i;
     k->rows = 0;
-    REQUIRE(inf_conversation_create(k->e, &err, &s->c) == 0, "%s", err.text);
+    s->c = begin(k, i);
     REQUIRE(inf_read(k->e, s->c, s->ids, s->prompt, &o, &err) == 0, "%s", err.text);
     o.generated = true;
     REQUIRE(inf_read(k->e, s->c, s->ids + s->prompt, s->all - s->prompt, &o, &err) == 0, "%s", err.text);
@@ -88,15 +119,15 @@ static void pass(struct check *k, bool generated)
     }
     for (uint32_t i = 0; i < k->set->sequences && n < most; i++) {
         struct sequence *s = &k->s[order[i]];
-        const bool answers = s->c->n >= s->prompt;
-        if (s->c->n == s->all || (generated ? !answers : answers && !k->set->mixed))
+        const bool answers = done(k, s) >= s->prompt;
+        if (done(k, s) == s->all || (generated ? !answers : answers && !k->set->mixed))
             continue;
-        uint32_t rest = answers ? 1 : s->prompt - s->c->n, room = k->e->chunk - tokens,
+        uint32_t rest = answers ? 1 : s->prompt - done(k, s), room = k->e->chunk - tokens,
                  take = below(k, 3) ? 1 + below(k, rest) : rest;
         if (!room)
             break;
         take = take < room ? take : room;
-        piece[n] = (struct inf_piece){s->c, s->ids + s->c->n, take, INF_LOGITS_ALL};
+        piece[n] = (struct inf_piece){s->c, s->ids + done(k, s), take, INF_LOGITS_ALL};
         k->of[n++] = order[i];
         tokens += take;
     }
@@ -111,7 +142,7 @@ static void pass(struct check *k, bool generated)
 static bool unread(const struct check *k)
 {
     for (uint32_t i = 0; i < k->set->sequences; i++)
-        if (k->s[i].c->n < k->s[i].all)
+        if (done(k, &k->s[i]) < k->s[i].all)
             return true;
     return false;
 }
@@ -129,7 +160,6 @@ static void strew(struct check *k)
 uint32_t batch_check(struct inf_engine *e, const struct batch_setup *set)
 {
     static const uint32_t sizes[] = {1, 2, 127, 5, 128, 129, 63, 64};
-    struct shm_error err = {0};
     struct check k = {.e = e, .set = set, .state = set->seed, .alone = true};
     REQUIRE(set->sequences <= MOST && e->pool->free == e->pool->blocks, "a pool in use");
     for (uint32_t i = 0; i < set->sequences; i++) {
@@ -145,12 +175,12 @@ uint32_t batch_check(struct inf_engine *e, const struct batch_setup *set)
     k.alone = false;
     strew(&k);
     for (uint32_t i = 0; i < set->sequences; i++)
-        REQUIRE(inf_conversation_create(e, &err, &k.s[i].c) == 0, "%s", err.text);
+        k.s[i].c = begin(&k, i);
     for (uint32_t cut = 0; unread(&k);) {
         pass(&k, below(&k, 2));
         struct sequence *s = &k.s[below(&k, set->sequences)];
-        if (set->cuts && s->c->n && cut < 2 * set->sequences && !below(&k, 3)) {
-            inf_conversation_truncate(s->c, below(&k, s->c->n));
+        if (set->cuts && done(&k, s) && cut < 2 * set->sequences && !below(&k, 3)) {
+            inf_conversation_truncate(s->c, set->from + below(&k, done(&k, s)));
             cut++;
         }
     }

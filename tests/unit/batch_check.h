@@ -15,6 +15,8 @@ struct batch_setup {
     uint32_t answers;    /* generated tokens of each */
     uint32_t together;   /* most sequences in a pass */
     uint32_t seed;
+    uint32_t
+        from;   /* position of the first token: what lies before is made up, so that no time goes into it */
     bool mixed; /* generated tokens in passes of prompts too: a device with one kind of kernels */
     bool cuts;  /* sequences are cut back now and then */
 };
