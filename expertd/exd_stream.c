@@ -298,6 +298,7 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
     s->released = s->signalled = s->bytes = s->copies = s->landed = 0;
     s->landed_layers = 0;
+    s->counted_busy_ns = s->counted_wait_ns = 0;
     s->cpu_ns = exd_stream_cpu_now_ns();
     s->published_ns = s->period_ns = 0;
     exd_trust_stream(&s->trust);

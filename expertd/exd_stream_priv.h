@@ -32,8 +32,9 @@ struct exd_stream {
     uint32_t flags, published_layers;
     struct exd_stream_plan plan;
     uint64_t bytes, copies;
-    uint32_t landed_layers;           /* layers whose last copy has landed */
-    uint64_t published_ns, period_ns; /* the last publication; least time between two lately */
+    uint32_t landed_layers;                    /* layers whose last copy has landed */
+    uint64_t counted_busy_ns, counted_wait_ns; /* of this stream, so far */
+    uint64_t published_ns, period_ns;          /* the last publication; least time between two lately */
     struct shm_error violation;
 };
 

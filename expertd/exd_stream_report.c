@@ -15,6 +15,27 @@ static struct shm_worker *worker(const struct exd_stream *s)
     return s->control.worker;
 }
 
+/* What grows within a stream is shown with each layer, for those who look meanwhile. */
+static void count_times(struct exd_stream *s, uint64_t busy_ns, uint64_t wait_ns)
+{
+    struct shm_link_counters *c = &worker(s)->link;
+    if (busy_ns > s->counted_busy_ns) {
+        shm_counter_add(&c->link_busy_ns, busy_ns - s->counted_busy_ns);
+        s->counted_busy_ns = busy_ns;
+    }
+    if (wait_ns > s->counted_wait_ns) {
+        shm_counter_add(&c->worker_wait_ns, wait_ns - s->counted_wait_ns);
+        s->counted_wait_ns = wait_ns;
+    }
+}
+
+static void count_times_so_far(struct exd_stream *s)
+{
+    struct krn_link_stats link;
+    krn_link_stats(s->link, &link);
+    count_times(s, link.mark_busy_ns, atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed));
+}
+
 void exd_stream_count_lags(struct exd_stream *s)
 {
     struct shm_link_counters *c = &worker(s)->link;
@@ -24,6 +45,7 @@ void exd_stream_count_lags(struct exd_stream *s)
         if (s->signalled < (uint64_t)(l + 1) * s->geometry.groups_per_layer || s->landed < s->last_copy[l])
             return;
         s->landed_layers++;
+        count_times_so_far(s);
         if (!s->last_copy[l])
             continue;
         uint64_t lag_ns = s->published[l] ? shm_now_ns() - s->published_at_ns[l] : 0;
@@ -107,9 +129,8 @@ static void count_stream(struct exd_stream *s, struct shm_report *r)
         r->dropped);
     if (r->entries > r->copied + r->dropped)
         shm_counter_add(&c->stream_drops[SHM_DROP_CAUSE_CANCELLED], r->entries - r->copied - r->dropped);
-    shm_counter_add(&c->link_busy_ns, r->link_ns);
     shm_counter_add(&c->stream_span_ns, r->span_ns);
-    shm_counter_add(&c->worker_wait_ns, r->wait_ns);
+    count_times(s, r->link_ns, r->wait_ns);
     shm_counter_add(&c->issuer_cpu_ns, r->cpu_ns);
     if (r->copied >= PEAK_COPIES && r->link_ns) {
         uint64_t rate = (uint64_t)((double)r->bytes * 1e9 / (double)r->link_ns);

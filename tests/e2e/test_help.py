@@ -11,6 +11,8 @@ from conftest import BUILD, EXPERTCTL, EXPERTD, INFERD, MKMODEL, SLOW, TOP
 BENCH = BUILD / "tools/expert-bench"
 PROGRAMS = {"expertd": (EXPERTD, 8), "inferd": (INFERD, 1), "expertctl": (EXPERTCTL, 1), "expert-bench": (BENCH, 1),
             "mkmodel": (MKMODEL, 1)}
+if (BUILD / "tools/expert-top").exists():  # built where ncurses is
+    PROGRAMS["expert-top"] = (BUILD / "tools/expert-top", 1)
 INFERD_COMMANDS = ["run", "chat", "serve", "logits", "tokenize", "measure"]
 # program, its command
 CASES = [(p, None) for p in PROGRAMS if p != "inferd"] + [("inferd", c) for c in INFERD_COMMANDS]

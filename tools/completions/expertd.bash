@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# bash completion for expertd, inferd, expertctl, expert-bench and mkmodel. No helper of bash-completion is used, so
+# bash completion for expertd, inferd, expertctl, expert-top, expert-bench and mkmodel. No helper of bash-completion is used, so
 # it works by `source` alone, too. tests/e2e/test_help.py holds it against every program's --help.
 
 # Names of instances under the runtime directory.
@@ -70,6 +70,9 @@ _expertd_complete() {
             --bits --link-gbps --link-latency-us --ring --chunk --floor --ctx --resident --threads --inferd --expertd
             --trace-file --json -q --quiet"
         ;;
+    expert-top)
+        options="-i --instance --runtime-dir -d --delay -n --count -p --worker --once --json --size"
+        ;;
     mkmodel)
         options="--simulate --text --json --preset --layers --hidden --heads --kv-heads --head-dim --experts --topk
             --ffn --vocab --ctx --rope-base --experts-type --down-type --attn-type --embd-type --skew --seed
@@ -107,4 +110,4 @@ _expertd_complete() {
     esac
 }
 
-complete -o bashdefault -F _expertd_complete expertd inferd expertctl expert-bench mkmodel
+complete -o bashdefault -F _expertd_complete expertd inferd expertctl expert-top expert-bench mkmodel
