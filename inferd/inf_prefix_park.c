@@ -10,7 +10,7 @@
 #define RETRY_NS UINT64_C(10000000000) /* after expertd did not answer, or refused for now */
 #define BUSY_MS  1000u                 /* another worker parks the same block */
 #define FULL_MS  30000u                /* no room for it */
-#define AWAY_MS  50u
+#define AWAY_NS  UINT64_C(50000000)    /* until it is looked again whether there is an expertd */
 
 /* ---- the queue of blocks to be parked: parents before their children ---- */
 
@@ -107,6 +107,7 @@ bool inf_prefix_park_look(struct inf_prefix *p)
     if (!alive(p, &epoch, &session)) {
         inf_prefix_park_close(p);
         p->state = "away";
+        p->retry_ns = inf_prefix_now(p) + AWAY_NS;
         return false;
     }
     if (epoch != p->epoch || session != p->session) {
@@ -399,8 +400,6 @@ uint32_t inf_prefix_idle_ms(const struct inf_prefix *p)
             due_ns = n->due_ns;
     if (due_ns == UINT64_MAX)
         return UINT32_MAX;
-    if (!p->park && due_ns < now_ns + AWAY_MS * UINT64_C(1000000))
-        due_ns = now_ns + AWAY_MS * UINT64_C(1000000);
     if (!p->park && p->retry_ns > due_ns)
         due_ns = p->retry_ns;
     if (due_ns <= now_ns)
