@@ -8,7 +8,8 @@
 #include <errno.h>
 #include <string.h>
 
-#define IDLE_MS 100 /* between two looks at expertd */
+#define IDLE_MS      100        /* between two looks at expertd */
+#define SAMPLE_ALONE (1u << 19) /* logits: waking threads for fewer takes longer than they save */
 
 /* One pass over the layers. */
 struct pass {
@@ -145,7 +146,7 @@ static void sample(struct srv_engine *e)
     for (unsigned i = 0; i < e->n_seq; i++)
         if (e->seq[i]->fresh && !e->seq[i]->ended)
             fresh[n++] = e->seq[i];
-    if (n > 1 && e->pool)
+    if (n > 1 && e->pool && (uint64_t)n * e->info.vocab >= SAMPLE_ALONE)
         krn_pool_run(e->pool, n, advance, fresh);
     else
         for (unsigned i = 0; i < n; i++)
