@@ -13,8 +13,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#define RETRY_MS     500u /* an attempt to attach */
-#define SAMPLERS_MAX 8u   /* threads that sample */
+#define RETRY_MS     500u  /* an attempt to attach */
+#define PARK_MS      2000u /* at the end, for what is not parked yet */
+#define SAMPLERS_MAX 8u    /* threads that sample */
 
 const char *srv_state_name(enum srv_state state)
 {
@@ -49,10 +50,10 @@ void srv_engine_publish(struct srv_engine *e)
     t->activation_bytes = e->engine->device->activation_bytes;
     t->kv.blocks = e->engine->pool->blocks;
     t->kv.free = e->engine->pool->free;
-    t->kv.kept = srv_kept_blocks(e);
+    if (e->prefix)
+        inf_prefix_stats(e->prefix, &t->prefix);
     t->kv.reserved = e->reserved;
     t->kv.block_bytes = e->engine->device->kv_block_bytes;
-    t->kv.evicted = e->evicted;
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -106,6 +107,11 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
     e->vocab = srv_vocab_create(e->engine->tokenizer, e->engine->model->hparams.vocab);
     if (!e->vocab)
         return shm_error_set(err, ENOMEM, "no memory for the vocabulary's tables: free some");
+    const struct inf_prefix_config prefix = {.pool = e->engine->pool,
+                                             .store = &e->engine->store,
+                                             .exact = e->engine->device->kind != PRT_DEVICE_HOST};
+    if ((rc = inf_prefix_create(&prefix, &e->prefix)))
+        return rc;
     if (e->config.parallel > 1 && (rc = krn_pool_create(samplers(), &e->pool)))
         return shm_error_set(err, -rc, "threads that sample cannot be started: %s", strerror(-rc));
     return 0;
@@ -152,6 +158,8 @@ static void *run(void *ctx)
         srv_queue_open(e->config.queue);
         tell(e, SRV_READY, NULL);
         rc = srv_loop_run(e, &err);
+        if (!rc)
+            inf_prefix_flush(e->prefix, PARK_MS);
     }
     if (rc) {
         const char *why = err.code ? shm_error_text(&err) : strerror(-rc);
@@ -163,7 +171,7 @@ static void *run(void *ctx)
     /* Others use the tokenizer until they finish; and a device is closed by the thread that opened it. */
     while (!srv_queue_finished(e->config.queue))
         usleep(10000);
-    srv_kept_clear(e);
+    inf_prefix_destroy(&e->prefix);
     krn_pool_destroy(&e->pool);
     srv_vocab_destroy(&e->vocab);
     inf_engine_close(&e->engine);

@@ -14,6 +14,7 @@
 #define SRV_ENGINE_H
 
 #include "inferd/inf_options.h"
+#include "inferd/inf_prefix.h"
 #include "inferd/serve/srv_stats.h"
 
 struct srv_engine;
@@ -57,10 +58,10 @@ struct srv_status {
     struct inf_settings settings;
     struct {
         uint32_t blocks, free; /* of INF_KV_BLOCK tokens: in all, and of them nobody's */
-        uint32_t kept;         /* held for prompts to come */
         uint32_t reserved;     /* what the running jobs may come to need */
-        uint64_t block_bytes, evicted;
+        uint64_t block_bytes;
     } kv;
+    struct inf_prefix_stats prefix;
 };
 
 int srv_engine_start(const struct srv_engine_config *config, struct srv_engine **ret_engine);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Inside the engine thread: its state, what was read before
- * (srv_kept.c), a job's answer (srv_run.c), and the loop that steps them all
- * (srv_loop.c).
+ * Inside the engine thread: its state, a job's answer (srv_run.c),
+ * and the loop that steps them all (srv_loop.c).
  */
 #ifndef SRV_ENGINE_PRIV_H
 #define SRV_ENGINE_PRIV_H
 
 #include "inferd/inf_detok.h"
+#include "inferd/inf_prefix.h"
 #include "inferd/serve/srv_engine.h"
 #include "inferd/serve/srv_grammar.h"
 #include "inferd/serve/srv_sched.h"
@@ -22,6 +22,8 @@ struct srv_seq {
     struct srv_job *job;
     struct inf_conversation *c;
     uint32_t blocks; /* of keys and values, kept free for it */
+    uint32_t exact;  /* tokens that were read as part of a prompt, as were all before them */
+    bool loading;    /* more of its beginning comes from the park */
     struct inf_sampler *sampler;
     struct inf_detok *detok;
     struct srv_text *text;
@@ -44,28 +46,18 @@ struct srv_engine {
     _Atomic bool informed;
     struct inf_engine *engine;
     struct srv_vocab *vocab;
-    struct kept *kept;
-    unsigned n_kept, cap_kept;
+    struct inf_prefix *prefix; /* what was read before */
 
     struct srv_seq *seq[SRV_PARALLEL_MAX]; /* in the order of their start */
     unsigned n_seq;
     uint32_t reserved;               /* blocks, for all of them */
-    uint64_t evicted;                /* blocks */
+    unsigned busy_rounds;            /* since something was parked */
     float *logits[SRV_PARALLEL_MAX]; /* not in use: rows for sequences to come */
     unsigned n_logits;
     struct krn_pool *pool; /* samples */
     struct srv_speed read; /* of prompts */
     uint64_t step_ns;      /* the last step of all answers, sampling included */
 };
-
-/* The longest beginning of ids, of fewer than n tokens, that was read before: its blocks become those of the
- * empty kv. */
-uint32_t srv_kept_take(struct srv_engine *e, struct inf_kv *kv, const int32_t *ids, uint32_t n);
-void srv_kept_put(struct srv_engine *e, const struct inf_kv *kv, const int32_t *ids, uint32_t n);
-/* Frees at least so many blocks, if it can; how many. Least recently used ones go first. */
-uint32_t srv_kept_evict(struct srv_engine *e, uint32_t blocks);
-void srv_kept_clear(struct srv_engine *e);
-uint32_t srv_kept_blocks(const struct srv_engine *e);
 
 /* Blocks that a job may come to need. */
 uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job);
@@ -76,6 +68,12 @@ struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job);
 
 /* Tokens of the prompt that are still to be read. */
 uint32_t srv_seq_rest(const struct srv_seq *s);
+
+/* Looks for what was read before of the prompt; again as long as seq->loading says so. */
+void srv_seq_take_prefix(struct srv_seq *s);
+
+/* Keeps what was read; of a sequence that goes on whole blocks. */
+void srv_seq_keep(struct srv_seq *s, bool goes_on);
 
 /* The next token out of fresh logits: seq->next, or seq->ended. Several sequences may do so at once. */
 void srv_seq_advance(struct srv_seq *s);

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define IDLE_MS      100        /* between two looks at expertd */
+#define PARK_ROUNDS  16         /* between two blocks that are parked while jobs run */
 #define SAMPLE_ALONE (1u << 19) /* logits: waking threads for fewer takes longer than they save */
 
 /* One pass over the layers. */
@@ -61,7 +62,26 @@ static void make_room(const struct pass *p)
     for (unsigned i = 0; i < p->n; i++)
         need += inf_kv_need(p->seq[i]->c->kv, p->before[i], p->before[i] + p->piece[i].n);
     if (need > e->engine->pool->free)
-        e->evicted += srv_kept_evict(e, need - e->engine->pool->free);
+        inf_prefix_evict(e->prefix, need - e->engine->pool->free);
+}
+
+/* A shared last block must be copied before it is written to; where even for that there is no room, its
+ * tokens are read again. */
+static bool drop_tails(const struct pass *p)
+{
+    bool any = false;
+    for (unsigned i = 0; i < p->n; i++) {
+        struct srv_seq *s = p->seq[i];
+        uint32_t tail = s->c->n % INF_KV_BLOCK;
+        if (p->generated || !tail || s->c->n != s->result.cached_tokens)
+            continue;
+        inf_conversation_truncate(s->c, s->c->n - tail);
+        s->result.cached_tokens = s->c->n;
+        s->exact = s->exact < s->c->n ? s->exact : s->c->n;
+        atomic_store(&s->job->cached, s->c->n);
+        any = true;
+    }
+    return any;
 }
 
 /* Where something else than the loss of expertd or the clients went wrong, those who were in it fail. */
@@ -89,10 +109,15 @@ static void run_pass(struct pass *p)
         if (!p->generated)
             srv_speed_note(&e->read, p->tokens, now_ns - start_ns);
     }
+    if (rc == -ENOSPC && drop_tails(p))
+        return;
     for (unsigned i = 0; i < p->n; i++) {
         struct srv_seq *s = p->seq[i];
         s->fresh = !rc && !srv_seq_rest(s);
         if (!p->generated) {
+            if (s->exact == p->before[i])
+                s->exact = s->c->n;
+            srv_seq_keep(s, true);
             atomic_store(&s->job->read, s->c->n - s->result.cached_tokens);
             s->result.read_ns = now_ns - s->start_ns;
         }
@@ -223,11 +248,18 @@ static bool fits(void *ctx, const struct srv_job *job)
     return !e->n_seq || e->reserved + srv_seq_blocks(e, job) <= e->engine->pool->blocks;
 }
 
+/* How long there is time to wait for a job. */
+static unsigned patience_ms(const struct srv_engine *e)
+{
+    uint32_t park_ms = inf_prefix_idle_ms(e->prefix);
+    return e->n_seq ? 0 : park_ms < IDLE_MS ? park_ms : IDLE_MS;
+}
+
 static void admit(struct srv_engine *e)
 {
     bool any = false;
     while (e->n_seq < e->config.parallel) {
-        struct srv_job *job = srv_queue_take(e->config.queue, e->n_seq ? 0 : IDLE_MS, fits, e);
+        struct srv_job *job = srv_queue_take(e->config.queue, patience_ms(e), fits, e);
         if (!job)
             break;
         struct srv_seq *s = srv_seq_new(e, job);
@@ -237,6 +269,32 @@ static void admit(struct srv_engine *e)
     }
     if (any)
         srv_engine_publish(e);
+}
+
+/* Beginnings that come from the park: some blocks a round beside answers, else all at once. */
+static void load(struct srv_engine *e)
+{
+    bool others = false;
+    for (unsigned i = 0; i < e->n_seq; i++)
+        others |= answers(e->seq[i]);
+    for (unsigned i = 0; i < e->n_seq; i++)
+        while (e->seq[i]->loading && !e->seq[i]->ended) {
+            srv_seq_take_prefix(e->seq[i]);
+            if (others || atomic_load(&e->seq[i]->job->cancelled))
+                break;
+        }
+}
+
+/* What is kept is parked when there is time, and now and then when there is none. */
+static void park(struct srv_engine *e)
+{
+    if (e->n_seq && ++e->busy_rounds < PARK_ROUNDS)
+        return;
+    e->busy_rounds = 0;
+    if (!inf_prefix_idle_ms(e->prefix)) {
+        inf_prefix_idle(e->prefix);
+        srv_engine_publish(e);
+    }
 }
 
 /* Expertd is gone: those that run and those that wait have resume_ms for the next one to come. */
@@ -256,8 +314,10 @@ int srv_loop_run(struct srv_engine *e, struct shm_error *err)
     while (!rc) {
         admit(e);
         srv_loop_drop_cancelled(e);
+        load(e);
         read_prompts(e);
         step_answers(e);
+        park(e);
         if (!inf_store_alive(&e->engine->store))
             rc = await(e, err);
         else if (!e->n_seq && srv_queue_finished(e->config.queue))

@@ -160,7 +160,7 @@ void srv_seq_advance(struct srv_seq *s)
 
 uint32_t srv_seq_rest(const struct srv_seq *s)
 {
-    return s->ended || s->next >= 0 ? 0 : (uint32_t)(s->job->prompt.n - s->c->n);
+    return s->ended || s->loading || s->next >= 0 ? 0 : (uint32_t)(s->job->prompt.n - s->c->n);
 }
 
 uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job)
@@ -168,19 +168,28 @@ uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job)
     return inf_kv_blocks((uint32_t)srv_sched_need(job->prompt.n, job->max_tokens, e->info.ctx));
 }
 
-/* A conversation that begins with what was read before. */
-static int take_prefix(struct srv_seq *s)
+void srv_seq_take_prefix(struct srv_seq *s)
 {
-    struct srv_engine *e = s->e;
-    struct srv_job *job = s->job;
-    int rc = inf_conversation_create(e->engine, &s->err, &s->c);
-    if (rc)
-        return rc;
-    s->c->n = srv_kept_take(e, s->c->kv, job->prompt.ids, (uint32_t)job->prompt.n);
-    memcpy(s->c->tokens, job->prompt.ids, s->c->n * sizeof *s->c->tokens);
-    s->result.cached_tokens = s->c->n;
-    atomic_store(&job->cached, s->c->n);
-    return 0;
+    const struct inf_ids *prompt = &s->job->prompt;
+    struct inf_prefix_found found = {0};
+    int rc = inf_prefix_take(s->e->prefix, s->c->kv, prompt->ids, (uint32_t)prompt->n,
+                             s->blocks - s->c->kv->blocks, &found, &s->err);
+    s->loading = !rc && found.more;
+    if (rc) {
+        srv_seq_fail(s, rc, NULL);
+        return;
+    }
+    memcpy(s->c->tokens, prompt->ids, found.tokens * sizeof *s->c->tokens);
+    s->c->n = s->result.cached_tokens = found.tokens;
+    s->exact = found.exact;
+    atomic_store(&s->job->cached, found.tokens);
+}
+
+void srv_seq_keep(struct srv_seq *s, bool goes_on)
+{
+    uint32_t n = goes_on ? s->c->n - s->c->n % INF_KV_BLOCK : s->c->n;
+    if (n)
+        inf_prefix_put(s->e->prefix, s->c->kv, s->c->tokens, n, s->exact < n ? s->exact : n);
 }
 
 static int start(struct srv_seq *s)
@@ -199,7 +208,10 @@ static int start(struct srv_seq *s)
     if (!s->logits || !s->text || inf_detok_create(e->engine->tokenizer, job->show_special, &s->detok))
         return -ENOMEM;
     s->start_ns = shm_now_ns();
-    return take_prefix(s);
+    if ((rc = inf_conversation_create(e->engine, &s->err, &s->c)))
+        return rc;
+    srv_seq_take_prefix(s);
+    return s->rc;
 }
 
 struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
@@ -223,7 +235,7 @@ struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
     s->blocks = srv_seq_blocks(e, job);
     e->reserved += s->blocks;
     int rc = start(s);
-    if (rc)
+    if (rc && !s->ended)
         srv_seq_fail(s, rc, NULL);
     return s;
 }
@@ -264,8 +276,8 @@ void srv_seq_finish(struct srv_seq **seq)
     inf_sampler_destroy(&s->sampler);
     if (s->logits)
         e->logits[e->n_logits++] = s->logits;
-    if (s->c && s->c->n)
-        srv_kept_put(e, s->c->kv, s->c->tokens, s->c->n);
+    if (s->c)
+        srv_seq_keep(s, false);
     inf_conversation_destroy(&s->c);
     e->reserved -= s->blocks;
     s->result.total_ns = shm_now_ns() - s->job->submit_ns;

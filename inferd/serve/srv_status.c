@@ -76,12 +76,23 @@ json_t *srv_status_json(struct srv_server *s)
                         json_pack("{s:I, s:I, s:I}", "experts_per_layer", (json_int_t)t->resident, "bytes",
                                   (json_int_t)t->resident_bytes, "activation_bytes",
                                   (json_int_t)t->activation_bytes));
-    json_object_set_new(j, "kv",
-                        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "block_tokens",
-                                  (json_int_t)INF_KV_BLOCK, "blocks", (json_int_t)t->kv.blocks, "free",
-                                  (json_int_t)t->kv.free, "kept", (json_int_t)t->kv.kept, "reserved",
-                                  (json_int_t)t->kv.reserved, "evicted", (json_int_t)t->kv.evicted, "bytes",
-                                  (json_int_t)(t->kv.blocks * t->kv.block_bytes)));
+    json_object_set_new(
+        j, "kv",
+        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "block_tokens", (json_int_t)INF_KV_BLOCK, "blocks",
+                  (json_int_t)t->kv.blocks, "free", (json_int_t)t->kv.free, "kept",
+                  (json_int_t)t->prefix.kept_blocks, "reserved", (json_int_t)t->kv.reserved, "evicted",
+                  (json_int_t)t->prefix.evicted, "bytes", (json_int_t)(t->kv.blocks * t->kv.block_bytes)));
+    const struct inf_prefix_stats *p = &t->prefix;
+    json_object_set_new(j, "prefix",
+                        json_pack("{s:I, s:I, s:I, s:I, s:s, s:s?, s:I, s:I, s:I, s:I, s:I, s:f, s:I}",
+                                  "prompts", (json_int_t)p->takes, "hits", (json_int_t)p->hits, "hit_tokens",
+                                  (json_int_t)p->hit_tokens, "miss_tokens", (json_int_t)p->miss_tokens,
+                                  "park", p->park, "park_reason", p->park_reason[0] ? p->park_reason : NULL,
+                                  "parked_blocks", (json_int_t)p->parked, "loaded_blocks",
+                                  (json_int_t)p->loaded, "unparked_blocks", (json_int_t)p->unparked_blocks,
+                                  "damaged_blocks", (json_int_t)p->park_damaged, "ignored_blocks",
+                                  (json_int_t)p->park_ignored, "park_ms", (double)p->park_ns / 1e6,
+                                  "park_bytes", (json_int_t)p->park_bytes));
     json_object_set_new(j, "running", jobs.running);
     json_object_set_new(j, "queue",
                         json_pack("{s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f}", "waiting",
@@ -132,9 +143,13 @@ char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes)
     gauge(f, "inferd_running", "Requests that are computed.", c.running);
     gauge(f, "inferd_kv_blocks", "Blocks of keys and values.", t->kv.blocks);
     gauge(f, "inferd_kv_free_blocks", "Of them nobody's.", t->kv.free);
-    gauge(f, "inferd_kv_kept_blocks", "Of them kept for prompts to come.", t->kv.kept);
+    gauge(f, "inferd_kv_kept_blocks", "Of them kept for prompts to come.", t->prefix.kept_blocks);
     gauge(f, "inferd_kv_reserved_blocks", "What the running requests may come to need.", t->kv.reserved);
-    counter(f, "inferd_kv_evicted_blocks_total", "Kept blocks given up for others.", t->kv.evicted);
+    counter(f, "inferd_kv_evicted_blocks_total", "Kept blocks given up for others.", t->prefix.evicted);
+    counter(f, "inferd_prefix_prompts_total", "Prompts looked for among what was kept.", t->prefix.takes);
+    counter(f, "inferd_prefix_hits_total", "Of them those of which something was kept.", t->prefix.hits);
+    counter(f, "inferd_parked_blocks_total", "Blocks put into expertd's park.", t->prefix.parked);
+    counter(f, "inferd_park_loaded_blocks_total", "Blocks that came back from there.", t->prefix.loaded);
     gauge(f, "inferd_kv_bytes", "Bytes of keys and values.", (double)(t->kv.blocks * t->kv.block_bytes));
     gauge(f, "inferd_resident_bytes", "Bytes of resident experts.", (double)t->resident_bytes);
     gauge(f, "inferd_http_connections", "Open connections.", h->connections);

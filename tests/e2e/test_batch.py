@@ -65,7 +65,7 @@ def ask_all(server, some, threads, order):
 
 
 def test_an_answer_does_not_depend_on_the_others(world):
-    world.expertd()
+    world.expertd("--park", "off")
     some = requests()
     alone = ask_all(Server(world, "--parallel", "1"), some, 1, range(len(some)))
     assert all(alone)
@@ -215,3 +215,18 @@ def test_prompts_that_begin_alike_read_it_once(world):
         assert together["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
     for s in streams:
         s.close()
+
+
+def test_what_was_read_outlives_the_worker(world):
+    world.expertd()
+    server = Server(world)
+    body = {"prompt": prompts()["p1100"]["text"], "max_tokens": 5, "temperature": 0, "logprobs": 3}
+    first, usage = ask(server, "/v1/completions", body)
+    server.until_status(lambda t: t["prefix"]["park"] == "on" and not t["prefix"]["unparked_blocks"], "it is parked")
+    server.process.kill()
+    server.process.wait()
+    server = Server(world)
+    again, more = ask(server, "/v1/completions", body)
+    assert again == first
+    assert more["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"] > 800
+    assert server.status()["prefix"]["loaded_blocks"] >= 7

@@ -42,7 +42,9 @@ def test_answers_are_those_of_run(world, server):
     assert server.stop() == 0
 
 
-def test_a_follow_up_turn_reads_only_what_is_new(server):
+def test_a_follow_up_turn_reads_only_what_is_new(world):
+    world.expertd("--park", "off")
+    server = Server(world)
     messages = [{"role": "user", "content": "Tell me a story about a fox and a bear. " * 10}]
 
     def turn():
