@@ -25,6 +25,8 @@
  * the expert with the highest expected use as late as possible and number
  * entries as they are issued. Where the expectation is confident (a prediction,
  * or one to come) an expert without expected use is not copied blindly.
+ *
+ * exd_ring.pml is a model of the walk with what is around it, for spin.
  */
 #ifndef EXD_WALK_H
 #define EXD_WALK_H
