@@ -3,6 +3,7 @@
 
 #include "expertd/exd_arena_priv.h"
 #include "proto/prt_file.h"
+#include "proto/prt_guard.h"
 #include "shm/shm_verify.h"
 
 #include <errno.h>
@@ -67,11 +68,13 @@ static int map(struct exd_arena *a, uint64_t bytes, struct shm_error *err)
     madvise(base, bytes, MADV_DONTDUMP); /* a core file need not hold the model */
     a->base = base;
     a->bytes = bytes;
+    prt_guard_add(base, bytes, "arena", a->path, "start expertd again, which builds it anew");
     return 0;
 }
 
 static void unmap(struct exd_arena *a)
 {
+    prt_guard_remove(a->base);
     if (a->base)
         munmap(a->base, a->bytes);
     if (a->fd >= 0)
@@ -425,6 +428,15 @@ int exd_arena_seal(struct exd_arena *arena, struct shm_error *err)
             shm_unit_name(&arena->view, i, name);
             return shm_error_set(err, EBADMSG, "arena %s: %s was not loaded", arena->path, name);
         }
+    /* Shortened while it was written, it has grown again, with holes where something was loaded. */
+    struct stat st;
+    if (arena->place.fs == EXD_FS_TMPFS &&
+        (fstat(arena->fd, &st) != 0 || (uint64_t)st.st_size != arena->bytes ||
+         (uint64_t)st.st_blocks * 512 < arena->bytes))
+        return shm_error_set(err, EBADMSG,
+                             "arena %s was truncated while it was loaded: start expertd again, which builds "
+                             "it anew",
+                             arena->path);
     h->sums_sum = XXH3_64bits(arena->view.sums, (uint64_t)arena->view.units * 8);
     /* A disk's file outlives a power cut, so its data must be there before it claims to be complete. */
     if (arena->place.fs == EXD_FS_OTHER && fsync(arena->fd) != 0)

@@ -494,8 +494,10 @@ static void close_fd(int *fd)
 int exd_daemon_run(const struct exd_options *options)
 {
     struct exd_daemon *d = calloc(1, sizeof(*d));
-    if (!d)
+    if (!d) {
+        exd_log(EXD_LOG_ERROR, "no memory to start with; free some");
         return 1;
+    }
     struct shm_error err = {0};
     exd_log_set_level(options->log_level);
     umask(077);

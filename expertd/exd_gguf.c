@@ -340,6 +340,26 @@ void exd_gguf_fingerprint(const struct exd_gguf *gguf, uint8_t ret_hash[16])
     memcpy(ret_hash, canon.digest, 16);
 }
 
+int exd_gguf_unchanged(const struct exd_gguf *gguf, struct shm_error *err)
+{
+    for (uint32_t i = 0; i < gguf->n_parts; i++) {
+        const struct exd_gguf_shard *s = &gguf->part[i].pub;
+        struct stat st;
+
+        if (s->fd < 0) /* a memory source */
+            continue;
+        if (fstat(s->fd, &st) < 0)
+            return shm_error_set(err, errno, "%s: cannot stat: %s", s->path, strerror(errno));
+        if ((uint64_t)st.st_size != s->size_bytes ||
+            (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec != s->mtime_ns)
+            return shm_error_set(err, ESTALE,
+                                 "%s was written while it was read: start expertd again when the file is "
+                                 "whole",
+                                 s->path);
+    }
+    return 0;
+}
+
 uint32_t exd_gguf_tensor_count(const struct exd_gguf *gguf)
 {
     return gguf->n_tensors;

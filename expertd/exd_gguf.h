@@ -108,6 +108,10 @@ const char *exd_gguf_path(const struct exd_gguf *gguf);
  * modification time: changes when the file was written again, costs no I/O. */
 void exd_gguf_fingerprint(const struct exd_gguf *gguf, uint8_t ret_hash[16]);
 
+/* -ESTALE when a file was written since it was opened (another size or modification time than the
+ * fingerprint's): what was read of it may be of both. -errno when that can't be told. Names the file. */
+int exd_gguf_unchanged(const struct exd_gguf *gguf, struct shm_error *err);
+
 /* Tensors of all shards, in file order. */
 uint32_t exd_gguf_tensor_count(const struct exd_gguf *gguf);
 const struct exd_gguf_tensor *exd_gguf_tensor(const struct exd_gguf *gguf, uint32_t index);

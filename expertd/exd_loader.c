@@ -26,6 +26,7 @@ struct item {
 
 struct exd_loader {
     struct exd_arena *arena;
+    const struct exd_gguf *gguf;
     const struct shm_arena_view *view;
     struct exd_reader *reader;
     struct item *item;
@@ -130,6 +131,8 @@ static void *load(void *arg)
     struct exd_reader_job job = {.ctx = l, .next = next, .consume = consume, .cancel = &l->cancel};
     l->rc = exd_reader_run(l->reader, &job, &l->stats, &l->err);
     if (!l->rc)
+        l->rc = exd_gguf_unchanged(l->gguf, &l->err);
+    if (!l->rc)
         l->rc = exd_arena_seal(l->arena, &l->err);
     /* release, pairs with the acquire in exd_loader_progress: the arena's state is final */
     atomic_store_explicit(&l->end_ns, shm_now_ns(), memory_order_release);
@@ -223,6 +226,7 @@ int exd_loader_start(const struct exd_loader_config *config, struct exd_loader *
     if (!l)
         return shm_error_set(err, ENOMEM, "loader: no memory; free some");
     l->arena = config->arena;
+    l->gguf = config->model->gguf;
     l->view = exd_arena_view(config->arena);
     l->progress = config->progress;
     l->progress_ctx = config->progress_ctx;

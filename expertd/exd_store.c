@@ -60,8 +60,9 @@ int exd_store_lock(const struct prt_paths *paths, int *ret_fd, struct shm_error 
         char text[32];
         int n = snprintf(text, sizeof(text), "%d\n", (int)getpid());
         if (ftruncate(fd, 0) < 0 || pwrite(fd, text, (size_t)n, 0) != n) {
-            int rc = shm_error_set(err, errno ? errno : EIO, "%s: cannot be written: %s", paths->lock,
-                                   strerror(errno));
+            int rc = shm_error_set(err, errno ? errno : EIO, "%s: cannot be written: %s%s", paths->lock,
+                                   strerror(errno), shm_error_remedy(errno));
+            unlink(paths->lock); /* ours, and held */
             close(fd);
             return rc;
         }
@@ -108,8 +109,14 @@ int exd_store_create(const struct prt_paths *paths, const char *model_path, cons
     if (rc < 0)
         goto close_fd;
     struct shm_store *s = base;
-    uint64_t start = 0;
-    prt_process_start(getpid(), &start);
+    uint64_t start;
+    rc = prt_process_start(getpid(), &start); /* clients know us by it: without it all of them take us for dead */
+    if (rc < 0) {
+        shm_error_set(err, rc, "/proc/self/stat: own start time cannot be read: %s%s", strerror(-rc),
+                      shm_error_remedy(rc));
+        munmap(s, sizeof(*s));
+        goto close_fd;
+    }
     memcpy(store->path, paths->store, sizeof(store->path));
     store->segment = s;
     store->epoch = prt_random_epoch();

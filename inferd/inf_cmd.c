@@ -33,7 +33,10 @@ void inf_cancel_install(void)
 
 int inf_cmd_fail(int rc, const struct shm_error *err)
 {
-    fprintf(stderr, "inferd: %s\n", err->code ? shm_error_text(err) : strerror(-rc));
+    if (err->code)
+        fprintf(stderr, "inferd: %s\n", shm_error_text(err));
+    else
+        fprintf(stderr, "inferd: %s%s\n", strerror(-rc), shm_error_remedy(rc));
     return rc == -ECANCELED ? 130 : 1;
 }
 

@@ -2,6 +2,7 @@
 #include "inferd/inf_store.h"
 
 #include "proto/prt_file.h"
+#include "proto/prt_guard.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -46,6 +47,7 @@ static void close_session(struct inf_store *s)
 static void close_life(struct inf_store *s)
 {
     close_session(s);
+    prt_guard_remove(s->arena_base);
     if (s->arena_base)
         munmap(s->arena_base, s->arena_bytes);
     s->arena_base = NULL;
@@ -120,6 +122,8 @@ static int open_arena(struct inf_store *s, struct shm_error *err)
     int rc = prt_file_map_path(path, sizeof(struct shm_arena), false, &s->arena_base, &s->arena_bytes, err);
     if (rc)
         return rc;
+    prt_guard_add(s->arena_base, s->arena_bytes, "arena", path,
+                  "start expertd again, which builds it anew, then inferd");
     rc = shm_arena_open(s->arena_base, s->arena_bytes, path, &s->arena, err);
     if (rc)
         return rc;

@@ -132,6 +132,7 @@ int krn_pool_create(uint32_t threads, struct krn_pool **ret_pool)
     /* Signals belong to the program's own threads. */
     sigset_t all, old;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS); /* of its own doing: blocked, it would kill without asking who handles it */
     pthread_sigmask(SIG_SETMASK, &all, &old);
     int rc = 0;
     for (uint32_t i = 1; i < threads && rc == 0; i++) {

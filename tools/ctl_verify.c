@@ -2,6 +2,7 @@
 #include "tools/ctl.h"
 
 #include "proto/prt_file.h"
+#include "proto/prt_guard.h"
 #include "shm/shm_arena.h"
 #include "shm/shm_bell.h"
 #include "shm/shm_verify.h"
@@ -73,6 +74,7 @@ int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *op
         fprintf(stderr, "expertctl: %s\n", shm_error_text(&err));
         return CTL_EXIT_ATTACH;
     }
+    prt_guard_add(base, bytes, "arena", path, "start expertd again, which builds it anew");
     struct shm_arena_view v;
     int status = CTL_EXIT_ATTACH;
     if (shm_arena_open(base, bytes, path, &v, &err)) {
@@ -103,6 +105,7 @@ int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *op
                (double)r.bytes / 1e6, seconds, bad, complete ? "" : " (still loading)");
     status = bad ? CTL_EXIT_PROBLEM : CTL_EXIT_OK;
 unmap:
+    prt_guard_remove(base);
     munmap(base, bytes);
     return status;
 }

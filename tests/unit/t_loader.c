@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -171,6 +172,9 @@ Test(loader, every_byte_is_the_right_shards)
             x = x * 1664525 + 1013904223;
             cr_assert_eq(pwrite(fd, &x, 4, (off_t)at), 4);
         }
+        /* as if it had always been so */
+        struct timespec mtime = {.tv_sec = s->mtime_ns / 1000000000, .tv_nsec = s->mtime_ns % 1000000000};
+        cr_assert_eq(futimens(fd, (struct timespec[2]){{.tv_nsec = UTIME_OMIT}, mtime}), 0);
         close(fd);
     }
     for (uint32_t l = 0; l < fx.model->hp.layers; l++)
@@ -183,6 +187,73 @@ Test(loader, every_byte_is_the_right_shards)
     for (uint32_t i = 0; i < 3; i++)
         unlink(path[i]);
     rmdir(dir);
+}
+
+/* What somebody does to a file while it is loaded. */
+struct meddler {
+    int fd;
+    off_t shorten_to; /* and back; 0: written again, as it was */
+};
+
+static int32_t meddle(void *ctx, uint64_t seq, uint32_t file, uint64_t offset, uint32_t length,
+                      int32_t result)
+{
+    const struct meddler *m = ctx;
+    struct stat st;
+    (void)file, (void)offset, (void)length;
+    if (seq == 300 && m->shorten_to && /* much of it is loaded by now */
+        fstat(m->fd, &st) == 0 && ftruncate(m->fd, m->shorten_to) == 0)
+        return ftruncate(m->fd, st.st_size) == 0 ? result : -EIO;
+    if (seq == 1 && !m->shorten_to) {
+        struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, {.tv_sec = 1000000000}};
+        return futimens(m->fd, times) == 0 ? result : -EIO;
+    }
+    return result;
+}
+
+static void refuses(struct meddler *meddler, struct exd_arena *arena, const char *name, const char *word)
+{
+    struct shm_error err = {0};
+    struct exd_loader *loader = NULL;
+    struct exd_reader_faults faults = {.after_read = meddle, .ctx = meddler};
+    struct exd_loader_config config = {
+        .model = fx.model, .arena = arena, .reader = {.faults = &faults, .piece_bytes = 20480}};
+    cr_assert_eq(exd_loader_start(&config, &loader, &err), 0, "%s", err.text);
+    cr_assert_lt(exd_loader_wait(loader, NULL, &err), 0);
+    cr_assert(strstr(err.text, name) && strstr(err.text, word), "%s", err.text);
+    exd_loader_destroy(&loader);
+    cr_assert_not(exd_arena_complete(arena));
+}
+
+Test(loader, a_model_that_is_written_while_it_is_read)
+{
+    char path[] = "/tmp/exd_written_XXXXXX";
+    int fd = mkstemp(path), from = exd_gguf_shard(fx.gguf, 0)->fd;
+    off_t at = 0;
+    while (copy_file_range(from, &at, fd, NULL, 1 << 20, 0) > 0)
+        ;
+    fixture_model(&fx, path);
+    struct exd_arena *arena = opened();
+    refuses(&(struct meddler){.fd = fd}, arena, path, "was written while it was read");
+    exd_arena_close(&arena, true);
+    cr_assert_eq(fixture_count(fx.dir), 0, "what was of two files is not kept");
+    close(fd);
+    unlink(path);
+}
+
+Test(loader, an_arena_that_is_shortened_while_it_is_loaded)
+{
+    struct exd_arena *arena = opened();
+    struct exd_arena_info info;
+    exd_arena_info(arena, &info);
+    cr_assert_eq(chmod(info.path, 0600), 0);
+    int fd = open(info.path, O_RDWR | O_CLOEXEC);
+    cr_assert_geq(fd, 0);
+    refuses(&(struct meddler){.fd = fd, .shorten_to = (off_t)(info.bytes / 2)}, arena, info.path,
+            "truncated");
+    close(fd);
+    exd_arena_close(&arena, true);
+    cr_assert_eq(fixture_count(fx.dir), 0);
 }
 
 /* Units that are ready while the rest is still read can be used. */
