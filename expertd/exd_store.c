@@ -110,7 +110,8 @@ int exd_store_create(const struct prt_paths *paths, const char *model_path, cons
         goto close_fd;
     struct shm_store *s = base;
     uint64_t start;
-    rc = prt_process_start(getpid(), &start); /* clients know us by it: without it all of them take us for dead */
+    rc = prt_process_start(getpid(),
+                           &start); /* clients know us by it: without it all of them take us for dead */
     if (rc < 0) {
         shm_error_set(err, rc, "/proc/self/stat: own start time cannot be read: %s%s", strerror(-rc),
                       shm_error_remedy(rc));

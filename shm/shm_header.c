@@ -35,10 +35,16 @@ int shm_header_check(const struct shm_header *h, const char *magic, uint64_t map
     /* acquire, pairs with the release in shm_header_publish */
     if (atomic_load_explicit(&h->epoch, memory_order_acquire) == 0)
         return shm_error_set(err, EAGAIN, "%s: its writer has not finished it", name);
-    if (memcmp(h->magic, magic, SHM_MAGIC_BYTES) != 0)
+    if (memcmp(h->magic, magic, SHM_MAGIC_BYTES) != 0) {
+        char shown[SHM_MAGIC_BYTES]; /* it may be anything, and goes to logs and terminals */
+        memcpy(shown, h->magic, sizeof shown);
+        for (size_t i = 0; i < sizeof shown; i++)
+            if (shown[i] < 0x20 || shown[i] > 0x7e)
+                shown[i] = '?';
         return shm_error_set(err, EPROTO,
                              "%s: layout is '%.8s', this program knows '%.8s': use matching versions", name,
-                             h->magic, magic);
+                             shown, magic);
+    }
     if (h->header_bytes != sizeof *h || h->features != 0)
         return shm_error_set(err, EPROTO, "%s: header of %u bytes with feature bits 0x%llx is not known here",
                              name, h->header_bytes, (unsigned long long)h->features);

@@ -85,6 +85,19 @@ def test_an_arena_truncated_in_use_ends_expertd_with_a_line(world):
     assert len(p.log.read_text().splitlines()) == 1, p.log.read_text()
 
 
+def test_what_lies_in_an_arena_does_not_reach_the_terminal(world):
+    """A header of any bytes is named in plain characters."""
+    d = world.expertd()
+    d.kill()
+    d.wait()
+    arena = arena_file(world)
+    os.chmod(arena, 0o600)
+    with open(arena, "r+b") as f:
+        f.write(b"\x1b[2J\xf8\x9b\x00A")
+    d = world.expertd()
+    assert "?[2J" in d.text() and d.log.read_bytes().isascii(), d.text()
+
+
 # ---- who may do what ----
 
 @as_root
