@@ -28,6 +28,7 @@ struct inf_serve_options {
     unsigned header_kb, body_mb, send_kb;
     unsigned drain_s, resume_s, read_s, write_s;
     uint32_t max_tokens; /* most of an answer; 0: the context */
+    bool exact_prefix;   /* inf_prefix.h */
 };
 
 struct inf_options {

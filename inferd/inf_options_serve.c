@@ -24,6 +24,7 @@ enum key {
     KEY_WRITE,
     KEY_PARALLEL,
     KEY_GAP,
+    KEY_EXACT,
 };
 
 const struct argp_option inf_serve_table[] = {
@@ -42,6 +43,11 @@ const struct argp_option inf_serve_table[] = {
     {"parallel", KEY_PARALLEL, "N", 0, "Most requests that are computed at once (default: 32)", 0},
     {"answer-gap-ms", KEY_GAP, "MS", 0,
      "Longest between two tokens of an answer while other prompts are read; 0: any (default: 250)", 0},
+    {"exact-prefix", KEY_EXACT, 0, 0,
+     "Use again only what was read as part of a prompt, no answers: on a GPU their keys and values may "
+     "differ in "
+     "the last bits",
+     0},
     {0, 0, 0, 0, "Limits of the server:", 8},
     {"queue", KEY_QUEUE, "N", 0, "Most requests that wait; more get 429 (default: 256)", 0},
     {"connections", KEY_CONNECTIONS, "N", 0, "Most connections (default: 1024)", 0},
@@ -107,6 +113,9 @@ int inf_serve_parse(int key, char *arg, struct argp_state *state, struct inf_ser
         break;
     case KEY_CONNECTIONS:
         s->connections = number(state, "--connections", arg, 1, 1 << 20);
+        break;
+    case KEY_EXACT:
+        s->exact_prefix = true;
         break;
     case KEY_PARALLEL:
         s->parallel = number(state, "--parallel", arg, 1, 64);

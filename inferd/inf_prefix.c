@@ -278,6 +278,8 @@ void inf_prefix_stats(const struct inf_prefix *p, struct inf_prefix_stats *ret_s
     *ret_stats = p->stats;
     for (const struct inf_node *c = p->queue; c; c = c->queue_next)
         ret_stats->unparked_blocks++;
+    for (uint32_t i = 0; i < p->batch.n; i++)
+        ret_stats->unparked_blocks += p->batch.node[i] != NULL;
     strncpy(ret_stats->park, p->state, sizeof ret_stats->park - 1);
     ret_stats->park_bytes = p->park ? inf_park_bytes(p->park) : 0;
 }

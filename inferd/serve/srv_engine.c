@@ -107,9 +107,8 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
     e->vocab = srv_vocab_create(e->engine->tokenizer, e->engine->model->hparams.vocab);
     if (!e->vocab)
         return shm_error_set(err, ENOMEM, "no memory for the vocabulary's tables: free some");
-    const struct inf_prefix_config prefix = {.pool = e->engine->pool,
-                                             .store = &e->engine->store,
-                                             .exact = e->engine->device->kind != PRT_DEVICE_HOST};
+    const struct inf_prefix_config prefix = {
+        .pool = e->engine->pool, .store = &e->engine->store, .exact = o->serve.exact_prefix};
     if ((rc = inf_prefix_create(&prefix, &e->prefix)))
         return rc;
     if (e->config.parallel > 1 && (rc = krn_pool_create(samplers(), &e->pool)))

@@ -11,9 +11,10 @@ from conftest import INFERD, SLOW
 
 
 class Server:
-    def __init__(self, world, *options, wait=True, instance="default", env=None, listen="127.0.0.1:0"):
+    def __init__(self, world, *options, wait=True, instance="default", env=None, listen="127.0.0.1:0",
+                 program=INFERD):
         self.world = world
-        self.process = world.spawn([INFERD, "serve", *world.where(instance), "--listen", listen, *options], env=env,
+        self.process = world.spawn([program, "serve", *world.where(instance), "--listen", listen, *options], env=env,
                                    stdout=subprocess.DEVNULL)
         self.port = None
         if wait:

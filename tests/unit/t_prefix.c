@@ -300,6 +300,30 @@ Test(prefix, least_recently_used_leaves_go_first)
     free(b);
 }
 
+/* Two that read the same at the same time: the second one's own blocks are not kept, but what it goes on with
+ * is a child of the first one's. That parent stays as long as its child does, though nobody else holds it. */
+Test(prefix, a_parent_stays_with_its_child)
+{
+    struct worker w;
+    int32_t *a = text(LONG, 1);
+    struct inf_kv *first, *second;
+    start(&w, NULL, "x", 16, false);
+    inf_kv_create(w.pool, 8192, &first);
+    inf_kv_create(w.pool, 8192, &second);
+    read_ids(&w, first, a, 0, 2 * B);
+    read_ids(&w, second, a, 0, 3 * B);
+    inf_prefix_put(w.prefix, first, a, 2 * B, 2 * B);
+    inf_prefix_put(w.prefix, second, a, 3 * B, 3 * B);
+    cr_assert_eq(stats(&w).kept_blocks, 3);
+    inf_kv_destroy(&first);
+    cr_assert_eq(inf_prefix_evictable(w.prefix), 0);
+    cr_assert_eq(inf_prefix_evict(w.prefix, 99), 0);
+    inf_kv_destroy(&second);
+    cr_assert_eq(turn(&w, a, 3 * B + 1, 0).tokens, 3 * B);
+    end(&w);
+    free(a);
+}
+
 /* ---- parking ---- */
 
 Test(prefix, parked_for_the_next_life_and_for_others)

@@ -48,9 +48,9 @@ _expertd_complete() {
         local prompt="--prompt --prompt-file --system --chat-template --thinking --raw" report="--json --hash --quiet"
         local likely="--temperature --top-k --top-p --min-p --repeat-penalty"
         local sampling="-n $likely --seed --ignore-eos"
-        local server="--listen --api-key-file --cors --model-name --chat-template --conversations --queue --connections
-            --max-tokens --header-kb --body-mb --send-kb --read-seconds --write-seconds --drain-seconds
-            --resume-seconds"
+        local server="--listen --api-key-file --cors --model-name --chat-template --parallel --kv-tokens --answer-gap-ms
+            --exact-prefix --queue --connections --max-tokens --header-kb --body-mb --send-kb --read-seconds
+            --write-seconds --drain-seconds --resume-seconds"
         case ${COMP_WORDS[1]} in
         run) options="$engine $prompt $sampling $report" ;;
         chat) options="$engine --system --chat-template --thinking $sampling $report --url --api-key-file" ;;
