@@ -193,6 +193,54 @@ static unsigned client_of(const struct srv_engine *e, unsigned i)
     return first;
 }
 
+/* Whole blocks at the beginning that two prompts have in common, in tokens. */
+static uint32_t alike(const struct inf_ids *a, const struct inf_ids *b)
+{
+    size_t n = (a->n < b->n ? a->n : b->n) - 1, i = 0;
+    while (i < n && a->ids[i] == b->ids[i])
+        i++;
+    return (uint32_t)(i - i % INF_KV_BLOCK);
+}
+
+/* A prompt that was not begun yet waits for the one that reads its beginning just now, and takes it from
+ * there. reads: which of those before it are read. */
+static bool waits(const struct srv_engine *e, unsigned i, const bool *reads)
+{
+    const struct srv_seq *s = e->seq[i];
+    if (s->c->n != s->result.cached_tokens)
+        return false;
+    for (unsigned k = 0; k < i; k++) {
+        const struct srv_seq *other = e->seq[k];
+        if (!reads[k])
+            continue;
+        bool next = true; /* it gets tokens: its client has no earlier one */
+        for (unsigned j = 0; j < k && next; j++)
+            next = !reads[j] || strcmp(e->seq[j]->job->client, other->job->client) != 0;
+        uint32_t common = next ? alike(&s->job->prompt, &other->job->prompt) : 0;
+        if (common > s->c->n && common > other->c->n)
+            return true;
+    }
+    return false;
+}
+
+/* Which sequences are read. */
+static void choose(struct srv_engine *e, bool *ret_reads)
+{
+    for (unsigned i = 0; i < e->n_seq; i++) {
+        struct srv_seq *s = e->seq[i];
+        ret_reads[i] = false;
+        if (!srv_seq_rest(s))
+            continue;
+        bool waited = s->waits;
+        s->waits = waits(e, i, ret_reads);
+        if (waited && !s->waits) {
+            inf_conversation_truncate(s->c, 0);
+            srv_seq_take_prefix(s);
+        }
+        ret_reads[i] = !s->waits && srv_seq_rest(s);
+    }
+}
+
 static void read_prompts(struct srv_engine *e)
 {
     struct pass p = {.e = e};
@@ -203,12 +251,14 @@ static void read_prompts(struct srv_engine *e)
                             .gap_ns = (uint64_t)e->config.gap_ms * 1000000,
                             .chunk = e->engine->chunk,
                             .floor = e->engine->store.settings.floor};
+    bool reads[SRV_PARALLEL_MAX];
     unsigned n = 0;
+    choose(e, reads);
     for (unsigned i = 0; i < e->n_seq; i++) {
         struct srv_seq *s = e->seq[i];
         uint32_t rest = srv_seq_rest(s);
         load.answers += answers(s);
-        if (!rest)
+        if (!reads[i])
             continue;
         load.rest += rest;
         of[n] = s;

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Many conversations at once: the same answers as alone, in any order, beside long prompts, cancels and a lost expertd."""
 import random
+import signal
 import threading
 
 from conftest import SLOW, prompts
@@ -120,14 +121,19 @@ def test_long_prompts_go_by_pieces_beside_answers(world):
 def test_prompts_that_wait_are_read_together(world):
     world.expertd("--link-gbps", "0.2")
     server = Server(world)
-    some = requests(long=False)[:12]
-    first = server.start_stream(prompt=prompts()["p300"]["text"], max_tokens=1)
-    server.until_status(lambda t: t["running"], "one is read")  # the others gather meanwhile
-    answers = ask_all(server, some, len(some), range(len(some)))
-    assert all(answers)
-    first.close()
+    # All are there before the server sees the first one.
+    server.process.send_signal(signal.SIGSTOP)
+    streams = [server.start_stream(prompt=STORY.format(i, i, i), max_tokens=2) for i in range(12)]
+    server.process.send_signal(signal.SIGCONT)
+    for s in streams:
+        data = b""
+        while b"[DONE]" not in data:
+            got = s.recv(65536)
+            assert got, data
+            data += got
+        s.close()
     t = server.status()["totals"]
-    assert t["reads"] < t["read_sequences"], t
+    assert t["read_sequences"] == 12 and t["reads"] <= 8, t
 
 
 def test_expertd_dies_below_a_batch(world):
@@ -215,6 +221,25 @@ def test_prompts_that_begin_alike_read_it_once(world):
         assert together["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
     for s in streams:
         s.close()
+
+
+def test_prompts_that_begin_alike_at_once_read_it_once(world):
+    world.expertd("--link-gbps", "0.2", "--park", "off")
+    server = Server(world)
+    bodies = [{"messages": [{"role": "system", "content": prompts()["p300"]["text"]},
+                            {"role": "user", "content": f"What about the {w}?"}],
+               "temperature": 1, "seed": i, "max_tokens": 8, "logprobs": True}
+              for i, w in enumerate(["fox", "bear", "bird", "girl", "boy", "fish"])]
+    some = [("/v1/chat/completions", b) for b in bodies]
+    first = server.start_stream(prompt=prompts()["p1100"]["text"], max_tokens=1)
+    server.until_status(lambda t: t["running"], "one is read")  # the others gather meanwhile
+    answers = ask_all(server, some, len(some), range(len(some)))
+    first.close()
+    t = server.until_status(lambda t: not t["running"] and t, "all is quiet")["totals"]
+    assert t["cached_tokens"] >= (len(some) - 1) * 256, t
+    assert t["prompt_tokens"] == t["cached_tokens"] + t["read_tokens"]
+    alone = Server(world, "--parallel", "1")
+    assert ask_all(alone, some[:2], 1, range(2)) == answers[:2]
 
 
 def test_what_was_read_outlives_the_worker(world):
