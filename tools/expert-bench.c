@@ -13,10 +13,23 @@
 #include <string.h>
 #include <unistd.h>
 
+#ifndef BENCH_WITHOUT_LOAD
+#include "tools/bench_load.h"
+#else
+static int bench_load_main(int argc, char **argv)
+{
+    (void)argc;
+    (void)argv;
+    fputs("expert-bench: built without libevent, which serve needs\n", stderr);
+    return 2;
+}
+#endif
+
 const char *argp_program_version = "expert-bench " EXPERTD_VERSION;
 error_t argp_err_exit_status = 2;
 
-static const char doc[] = "Compares settings of the expert stream by interleaved reads of one prompt.\v"
+static const char doc[] = "Compares settings of the expert stream by interleaved reads of one prompt. "
+                          "`expert-bench serve` puts loads on running servers: see its --help.\v"
                           "SETTING is POLICY[/ORDER[/DEPTH]]: full, routed/index/16, routed/predicted; "
                           "demand (never ahead of the router), "
                           "ahead (routed at any size, whatever the floor) or oracle (predicted, told the "
@@ -338,6 +351,11 @@ static int run(const struct bench_options *o, struct bench_results *res, struct 
 int main(int argc, char **argv)
 {
     prt_file_standard();
+    if (argc > 1 && strcmp(argv[1], "serve") == 0) {
+        static char name[] = "expert-bench serve";
+        argv[1] = name;
+        return bench_load_main(argc - 1, argv + 1);
+    }
     static const struct argp argp = {options, parse, "[SETTING...]", doc, NULL, NULL, NULL};
     struct bench_options o = {.rounds = 5, .spans = 1};
     argp_parse(&argp, argc, argv, 0, NULL, &o);

@@ -69,6 +69,10 @@ _expertd_complete() {
         options="--model -i --instance --runtime-dir --prompt --prompt-file --tokens -n --pairs --seconds --generate
             --bits --link-gbps --link-latency-us --ring --chunk --floor --ctx --resident --threads --inferd --expertd
             --trace-file --json -q --quiet"
+        commands="serve"
+        [[ ${COMP_WORDS[1]} == serve ]] && options="--conversations --rate --count -n --pairs --seconds --turns
+            --prompt-tokens --turn-tokens --system-tokens --max-tokens --may-end --pause --seed --model --api-key-file
+            --timeout --retries --json -q --quiet"
         ;;
     expert-top)
         options="-i --instance --runtime-dir -d --delay -n --count -p --worker --once --json --size"
@@ -81,7 +85,7 @@ _expertd_complete() {
     esac
 
     case $prev in
-    --model | -m | --prompt-file | --reads | --inferd | --expertd | --trace-file | --output | -o) _expertd_files -f "$cur" ;;
+    --model | -m | --prompt-file | --reads | --inferd | --expertd | --trace-file | --api-key-file | --output | -o) _expertd_files -f "$cur" ;;
     --runtime-dir | --arena-dir) _expertd_files -d "$cur" ;;
     --instance | -i) _expertd_words "$(_expertd_instances 2>/dev/null)" "$cur" ;;
     --device) _expertd_words "auto host cuda" "$cur" ;;
@@ -100,7 +104,7 @@ _expertd_complete() {
         if [[ $cur == -* ]]; then
             _expertd_words "$options $common" "$cur"
         elif [[ $program == expert-bench ]]; then
-            _expertd_words "full routed/index routed/recent routed/predicted demand ahead oracle" "$cur"
+            _expertd_words "$commands full routed/index routed/recent routed/predicted demand ahead oracle" "$cur"
         elif [[ $program == mkmodel ]]; then
             _expertd_files -f "$cur"
         elif ((COMP_CWORD == 1)) || [[ $program == expertctl ]]; then
