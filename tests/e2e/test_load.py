@@ -85,7 +85,7 @@ def test_arrivals_by_rate_and_two_servers(world):
 
 def test_full_queues(world):
     world.expertd("--link-gbps", "0.05")
-    server = Server(world, "--queue", "1")
+    server = Server(world, "--queue", "1", "--parallel", "1")
     argv = [server.url, "--conversations", "8", "--count", "8", "--max-tokens", "10", "--json"]
     (s,) = json.loads(load(*argv).stdout)["loads"][0]["servers"]
     check(s)
@@ -195,7 +195,7 @@ def test_what_is_wrong_is_said(world):
 
 def test_an_interrupt_ends_it(world):
     world.expertd("--link-gbps", "0.05")
-    server = Server(world)
+    server = Server(world, "--parallel", "1")
     p = world.spawn([BENCH, "serve", server.url, "--conversations", "4", "--max-tokens", "1500"], stdout=subprocess.DEVNULL)
     server.until_status(lambda t: t["queue"]["waiting"] == 3, "the load is on")
     p.send_signal(signal.SIGINT)

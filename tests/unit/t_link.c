@@ -3,9 +3,11 @@
 #include "kernels/krn_link_host.h"
 
 #include <criterion/criterion.h>
+#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -140,28 +142,57 @@ Test(link, signal_in_between, .init = memory_up, .fini = memory_down)
     krn_link_destroy(&link);
 }
 
+/* How long threads of this process were ready and had no core. */
+static double starved_ns(void)
+{
+    double all = 0;
+    DIR *d = opendir("/proc/self/task");
+    for (struct dirent *e; d && (e = readdir(d));) {
+        char path[300];
+        unsigned long long ran, waited;
+        snprintf(path, sizeof path, "/proc/self/task/%s/schedstat", e->d_name);
+        FILE *f = e->d_name[0] == '.' ? NULL : fopen(path, "r");
+        if (f && fscanf(f, "%llu %llu", &ran, &waited) == 2)
+            all += (double)waited;
+        if (f)
+            fclose(f);
+    }
+    if (d)
+        closedir(d);
+    return all;
+}
+
+/* By how much a time is off, where it may be longer by what the machine took. */
+static double off_by(double took, double due, double starved)
+{
+    return took < due ? 1 - took / due : fmax(0, (took - starved) / due - 1);
+}
+
 static double pace_error(struct krn_link *link, double gbps, double latency_us, size_t bytes)
 {
     double cost_ns = latency_us * 1e3 + (gbps > 0 ? (double)bytes / gbps : 0);
     uint32_t n = (uint32_t)(250e6 / cost_ns) + 1;
     krn_link_mark(link);
+    double starved = starved_ns();
     uint64_t start = shm_now_ns();
     for (uint32_t i = 0; i < n; i++)
         cr_assert_eq(put(link, i % SLOTS, i % SLOTS, bytes), 0);
     cr_assert_eq(krn_link_drain(link, LONG_WAIT), 0);
     double took = (double)(shm_now_ns() - start), due = n * cost_ns;
+    starved = starved_ns() - starved;
     struct krn_link_stats st;
     krn_link_stats(link, &st);
     double span = (double)(st.last_ns - st.first_ns);
     cr_expect(took > 0.98 * due, "%g GB/s, %g us, %zu bytes: %.1f ms, due are %.1f", gbps, latency_us, bytes,
               took / 1e6, due / 1e6);
     cr_expect_eq(st.mark_bytes, (uint64_t)n * bytes);
-    return fmax(fabs(took / due - 1), fmax(fabs(span / due - 1), fabs((double)st.mark_busy_ns / due - 1)));
+    return fmax(off_by(took, due, starved),
+                fmax(off_by(span, due, starved), off_by((double)st.mark_busy_ns, due, starved)));
 }
 
-/* Time taken, span and busy time are within 2% over 250 ms. A busy machine may spoil some attempts, not ten;
- * a rate that is off spoils all. */
-Test(link, pacing, .init = memory_up, .fini = memory_down)
+/* Time taken, span and busy time are within 2% over 250 ms, but for the time that the machine had no core for
+ * it. A busy machine may spoil some attempts even so; a rate that is off spoils all. */
+Test(link, pacing, .init = memory_up, .fini = memory_down, .timeout = 150)
 {
     static const struct {
         double gbps, latency_us;
@@ -172,7 +203,7 @@ Test(link, pacing, .init = memory_up, .fini = memory_down)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         krn_link_host_pace(link, cases[i].gbps, cases[i].latency_us);
         double error = 1;
-        for (int attempt = 0; attempt < 10 && error > 0.02; attempt++)
+        for (int attempt = 0; attempt < 20 && error > 0.02; attempt++)
             error = pace_error(link, cases[i].gbps, cases[i].latency_us, cases[i].bytes);
         cr_expect(error <= 0.02, "%g GB/s, %g us, %zu bytes: off by %.1f%%", cases[i].gbps,
                   cases[i].latency_us, cases[i].bytes, 100 * error);
