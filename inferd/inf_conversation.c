@@ -220,6 +220,7 @@ static int run_pass(struct inf_engine *e, const struct batch *b, struct inf_pass
     rc = e->model->arch->forward(e->model, e->device, pass, err);
     if (!rc && pass->stream)
         rc = inf_stream_end(pass->stream, &chunk->stream, err);
+    inf_store_touch(&e->store);
     if (rc)
         inf_stream_cancel(e->store.stream, NULL); /* a lost stream shows in inf_store_alive */
     return rc;

@@ -113,6 +113,12 @@ static int wait_ready(struct inf_store *s, uint32_t unit, struct shm_error *err)
     return 0;
 }
 
+void inf_store_touch(const struct inf_store *s)
+{
+    if (s->arena_base)
+        (void)*((const volatile uint8_t *)s->arena_base + s->arena_bytes - 1);
+}
+
 static int open_arena(struct inf_store *s, struct shm_error *err)
 {
     const struct shm_store *store = prt_client_store(s->client);

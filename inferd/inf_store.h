@@ -65,6 +65,10 @@ struct inf_store {
 void inf_store_init(struct inf_store *store, const struct inf_store_config *config,
                     struct inf_device *device);
 
+/* After a pass: touches the arena's last page. A shortened file reads as zeros up to the end of its last page
+ * and raises SIGBUS only behind that (proto/prt_guard.h): a pass that met the zeros alone must not count. */
+void inf_store_touch(const struct inf_store *store);
+
 /* Attaches, or attaches again. Closes what an earlier life left. At most wait_ms for an
  * expertd to appear (0: it must be there), then as long as loading makes
  * progress. Pointers into an older arena view are invalid afterwards. -ENOENT, -ESTALE

@@ -490,6 +490,8 @@ class Chaos:
             return self.fail(f"named: a {w.kind} says {line[:200]!r}")
         if "error" in answer:
             self.count["named error"] += 1
+            if w.killed:
+                return None
             if not w.touched:
                 self.fail(f"named: a {w.kind} to which nothing was done fails: {answer['error']}")
             if len(answer["error"]) < 20:

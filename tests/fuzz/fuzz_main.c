@@ -25,7 +25,7 @@
 #define STEPS_MAX     6
 #define MUTATIONS     20000
 #define SEED          1
-#define RUN_SECONDS   20 /* of one input: more is a hang */
+#define RUN_SECONDS   90 /* of one input: more is a hang */
 #define NOTHING_ALONE UINT64_MAX
 
 struct input {
