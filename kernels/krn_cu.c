@@ -10,6 +10,7 @@
 
 #define MODULES      6
 #define THREADS      256u
+#define WORDS_BLOCKS 64u
 #define GEMM_THREADS 128u
 #define TILE_BYTES   (128u * 128u) /* 128 rows of 64 f16 */
 #define DENSE_SHARED (3 * 2 * TILE_BYTES)
@@ -27,6 +28,7 @@
     X(embed, basic)                                                                                          \
     X(expand, basic)                                                                                         \
     X(rmsnorm, basic)                                                                                        \
+    X(words, basic)                                                                                          \
     X(rope_table, basic)                                                                                     \
     X(qkv, basic)                                                                                            \
     X(combine, basic)                                                                                        \
@@ -266,9 +268,25 @@ int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m,
 int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
                       float base, krn_cuda_ptr table)
 {
-    struct krn_cu_rope_table_args a = {table, position, tokens, head_dim, base};
+    struct krn_cu_rope_table_args a = {table, 0, position, tokens, head_dim, base};
     uint64_t n = (uint64_t)tokens * (head_dim / 2);
     return launch(cu, K_rope_table, (struct grid){div_up(n, THREADS), 1, 1, THREADS, 0}, stream, &a);
+}
+
+int krn_cu_rope_rows(struct krn_cu *cu, void *stream, const struct krn_cu_rows *rows, uint32_t head_dim,
+                     float base, krn_cuda_ptr table)
+{
+    struct krn_cu_rope_table_args a = {table, rows->at, 0, rows->tokens, head_dim, base};
+    uint64_t n = (uint64_t)rows->tokens * (head_dim / 2);
+    return launch(cu, K_rope_table, (struct grid){div_up(n, THREADS), 1, 1, THREADS, 0}, stream, &a);
+}
+
+int krn_cu_words(struct krn_cu *cu, void *stream, krn_cuda_ptr from, uint32_t n, krn_cuda_ptr to)
+{
+    struct krn_cu_words_args a = {from, to, n, 0};
+    const uint32_t blocks = div_up(n, THREADS);
+    return launch(cu, K_words, (struct grid){blocks < WORDS_BLOCKS ? blocks : WORDS_BLOCKS, 1, 1, THREADS, 0},
+                  stream, &a);
 }
 
 int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
@@ -276,9 +294,23 @@ int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint
                krn_cuda_ptr q_weight, krn_cuda_ptr k_weight, float eps, krn_cuda_ptr table,
                krn_cuda_ptr q_f16)
 {
-    struct krn_cu_qkv_args a = {q,       k,     v,      q_weight, k_weight,     table,        q_f16,
-                                kv->k,   kv->v, tokens, heads,    kv->kv_heads, kv->head_dim, position,
-                                kv->ctx, eps,   0};
+    struct krn_cu_qkv_args a = {.q = q,
+                                .k = k,
+                                .v = v,
+                                .q_weight = q_weight,
+                                .k_weight = k_weight,
+                                .table = table,
+                                .q_out = q_f16,
+                                .k_cache = kv->k,
+                                .v_cache = kv->v,
+                                .blocks = kv->blocks,
+                                .tokens = tokens,
+                                .heads = heads,
+                                .kv_heads = kv->kv_heads,
+                                .head_dim = kv->head_dim,
+                                .position = position,
+                                .ctx = kv->ctx,
+                                .eps = eps};
     if (kv->head_dim > 256 || kv->head_dim % 16)
         return -EINVAL;
     uint64_t warps = (uint64_t)tokens * (heads + 2 * kv->kv_heads);
@@ -302,12 +334,13 @@ static int attention_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_a
     bool wide = p->head_dim == 128;
     uint32_t groups = wide ? 2 : 3, queries = groups * 64, tiles = div_up(p->tokens, queries),
              items = p->heads * tiles, blocks = (uint32_t)cu->device->multiprocessors, longest = 0,
-             row = p->head_dim * 2, keys = p->position + p->tokens;
+             row = p->head_dim * 2;
     if (!items)
         return 0;
     if (blocks > items)
         blocks = items;
     struct krn_cu_attention_sm90_args a = {.y = p->y,
+                                           .blocks = p->blocks,
                                            .sums = cu->sums,
                                            .tokens = p->tokens,
                                            .position = p->position,
@@ -318,7 +351,7 @@ static int attention_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_a
     int rc = tensor_map(p->q, p->head_dim, p->heads, p->tokens, row, (uint64_t)p->heads * row, 2, queries,
                         &a.q_map);
     for (int v = 0; rc == 0 && v < 2; v++)
-        rc = tensor_map(v ? p->v : p->k, p->head_dim, keys, p->kv_heads, row, (uint64_t)p->ctx * row, 1,
+        rc = tensor_map(v ? p->v : p->k, p->head_dim, p->ctx, p->kv_heads, row, (uint64_t)p->ctx * row, 1,
                         KRN_CU_SM90_KEYS, v ? &a.v_map : &a.k_map);
     if (rc)
         return rc;
@@ -346,6 +379,7 @@ int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv
                                       .k = kv->k,
                                       .v = kv->v,
                                       .y = y,
+                                      .blocks = kv->blocks,
                                       .tokens = tokens,
                                       .position = position,
                                       .heads = heads,
@@ -353,7 +387,7 @@ int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv
                                       .head_dim = kv->head_dim,
                                       .ctx = kv->ctx,
                                       .scale_log2 = krn_cu_score_scale(kv->head_dim)};
-    if ((kv->head_dim != 64 && kv->head_dim != 128) || kv->ctx % KRN_CU_KEY_BLOCK)
+    if ((kv->head_dim != 64 && kv->head_dim != 128) || kv->ctx % KRN_CU_KV_BLOCK)
         return -EINVAL;
     if (cu->module[M_attn_sm90])
         return attention_sm90(cu, stream, &a); /* for any number of tokens: bits depend on the kernel */

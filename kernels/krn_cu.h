@@ -96,13 +96,28 @@ struct krn_cu_product {
 };
 int krn_cu_gemv_of(struct krn_cu *cu, void *stream, const struct krn_cu_product *p);
 
+/* n uint32 from (mapped host or device memory) to; for tables and ids that kernels look at often. */
+int krn_cu_words(struct krn_cu *cu, void *stream, krn_cuda_ptr from, uint32_t n, krn_cuda_ptr to);
+
+/* Generated tokens, one of each of several sequences: struct krn_cu_row [tokens] in device memory, up to
+ * KRN_CU_ROWS_MAX. They are there before the kernel that is enqueued before the first use of them begins. */
+struct krn_cu_rows {
+    krn_cuda_ptr at;
+    uint32_t tokens, position_most; /* the greatest of their positions, or a greater one */
+};
+
 /* Attention. table float [tokens][head_dim], as krn_host_rope_table. */
 int krn_cu_rope_table(struct krn_cu *cu, void *stream, uint32_t position, uint32_t tokens, uint32_t head_dim,
                       float base, krn_cuda_ptr table);
+int krn_cu_rope_rows(struct krn_cu *cu, void *stream, const struct krn_cu_rows *rows, uint32_t head_dim,
+                     float base, krn_cuda_ptr table);
 
-/* KV of one layer: f16, k and v [kv_heads][ctx][head_dim], ctx a multiple of 64. */
+/* KV memory of one layer: f16, k and v [kv_heads][ctx][head_dim], ctx a multiple of KRN_CU_KV_BLOCK, all of
+ * it numbers. Sequences share it: a sequence's position p lies in row blocks[p / KRN_CU_KV_BLOCK] *
+ * KRN_CU_KV_BLOCK + p % KRN_CU_KV_BLOCK. blocks: uint32 in device memory, as many as the call's positions
+ * need; where rows are given, theirs count. */
 struct krn_cu_kv {
-    krn_cuda_ptr k, v;
+    krn_cuda_ptr k, v, blocks;
     uint32_t ctx, kv_heads, head_dim;
 };
 
@@ -118,18 +133,19 @@ int krn_cu_qkv(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint
 int krn_cu_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
                      uint32_t tokens, uint32_t heads, krn_cuda_ptr q_f16, krn_cuda_ptr y_f16);
 
-/* For generated tokens, at consecutive positions of one conversation. scratch: krn_cu_decode_scratch_bytes.
- */
+/* For generated tokens whose keys and values are in the cache. scratch: krn_cu_decode_scratch_bytes, ctx the
+ * most keys of one of them. */
 uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim);
-int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
-                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q_f16, krn_cuda_ptr scratch,
-                  krn_cuda_ptr y_f16);
+int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, const struct krn_cu_rows *rows,
+                  uint32_t heads, krn_cuda_ptr q_f16, krn_cuda_ptr scratch, krn_cuda_ptr y_f16);
 
-/* One generated token from its projections: as krn_cu_qkv, then krn_cu_decode. q, k, v float, y f16. Launches
- * of one device's token kernels must not overlap: they share counters. */
+/* Generated tokens of different sequences from their projections: as krn_cu_qkv, then krn_cu_decode. q, k, v
+ * float, y f16, table of krn_cu_rope_rows. Launches of one device's token kernels must not overlap: they
+ * share counters. */
 struct krn_cu_token_heads {
     krn_cuda_ptr q, k, v, q_weight, k_weight, table, scratch, y_f16;
-    uint32_t position, heads;
+    struct krn_cu_rows rows;
+    uint32_t heads;
     float eps;
 };
 int krn_cu_token_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv,
@@ -143,15 +159,16 @@ int krn_cu_scores(struct krn_cu *cu, void *stream, krn_cuda_ptr x_f32, krn_cuda_
 int krn_cu_select(struct krn_cu *cu, void *stream, krn_cuda_ptr scores, uint32_t tokens, uint32_t experts,
                   uint32_t top_k, bool renorm, krn_cuda_ptr ids, krn_cuda_ptr weights);
 
-/* Norm, scores, choice and publication of one generated token, and the addresses of the residents chosen:
- * blobs uint64 [top_k], 0 where an expert is streamed. scores: scratch. top_k <= 64. */
+/* Norm, scores and choice of generated tokens, publication of a single one's (of several: krn_cu_group), and
+ * the addresses of the residents chosen: blobs uint64 [tokens * top_k], 0 where an expert is streamed.
+ * scores: scratch. top_k <= 64, tokens up to KRN_CU_ROWS_MAX. */
 struct krn_cu_token_route {
-    krn_cuda_ptr x, norm, w; /* float [hidden], [hidden], [experts][hidden] */
+    krn_cuda_ptr x, norm, w; /* float [tokens][hidden], [hidden], [experts][hidden] */
     krn_cuda_ptr scores, ids, weights, blobs;
     krn_cuda_ptr resident;                        /* uint64 [experts]; 0: none */
     const struct krn_cu_publication *publication; /* NULL: nobody waits */
     krn_cuda_ptr predicted_ids;                   /* [top_k], of the next layer, published with it; 0: none */
-    uint32_t hidden, experts, top_k;
+    uint32_t tokens, hidden, experts, top_k;
     float eps;
     bool renorm;
 };

@@ -17,6 +17,8 @@
 #define KRN_CU_SPLIT_HEADS  16u   /* query heads that share its loads */
 #define KRN_CU_JOIN_FEW     16u   /* parts that are joined by a block that ran one of them */
 #define KRN_CU_COUNTERS     1024u /* of blocks that are through, in decode attention */
+#define KRN_CU_ROWS_MAX     64u   /* generated tokens that are computed together */
+#define KRN_CU_KV_BLOCK     128u  /* tokens of a sequence that lie side by side in the KV memory */
 #define KRN_CU_KEY_BLOCK    64u   /* keys of a step of prompt attention, at absolute multiples */
 #define KRN_CU_QUERY_BLOCK  128u
 #define KRN_CU_SM90_KEYS    128u /* on Hopper */
@@ -57,14 +59,27 @@ struct krn_cu_norm_args {
     uint32_t reserved;
 };
 
+/* A generated token of some sequence: where its sequence's blocks are, uint32 [position / KRN_CU_KV_BLOCK +
+ * 1]. */
+struct krn_cu_row {
+    uint64_t blocks;
+    uint32_t position, reserved;
+};
+
+struct krn_cu_words_args {
+    uint64_t from, to; /* uint32 [n]; from may be host memory */
+    uint32_t n, reserved;
+};
+
 struct krn_cu_rope_table_args {
     uint64_t table;
+    uint64_t rows; /* struct krn_cu_row [tokens]: their positions; 0: position and on */
     uint32_t position, tokens, head_dim;
     float base;
 };
 
 struct krn_cu_qkv_args {
-    uint64_t q, k, v, q_weight, k_weight, table, q_out, k_cache, v_cache;
+    uint64_t q, k, v, q_weight, k_weight, table, q_out, k_cache, v_cache, blocks;
     uint32_t tokens, heads, kv_heads, head_dim, position, ctx;
     float eps;
     uint32_t reserved;
@@ -193,6 +208,7 @@ struct krn_cu_expert_args {
 
 struct krn_cu_attention_args {
     uint64_t q, k, v, y; /* f16 */
+    uint64_t blocks;     /* where the sequence's keys and values are: uint32 a block of the KV memory */
     uint32_t tokens, position, heads, kv_heads, head_dim, ctx;
     float scale_log2; /* log2(e) / sqrt(head_dim) */
     uint32_t reserved;
@@ -204,8 +220,9 @@ struct krn_cu_tensor_map {
 } __attribute__((aligned(64)));
 
 struct krn_cu_attention_sm90_args {
-    struct krn_cu_tensor_map q_map, k_map, v_map; /* boxes of 64 columns; keys end with the last query's */
+    struct krn_cu_tensor_map q_map, k_map, v_map; /* boxes of 64 columns */
     uint64_t y;                                   /* f16 */
+    uint64_t blocks;                              /* as above; a step of keys is a block */
     uint64_t sums;                                /* KRN_CU_SUMS_BYTES a block, flags zero before and after */
     uint32_t tokens, position, heads, kv_heads;
     uint32_t whole; /* (queries, head) items that blocks run whole; see krn_cu_attn_sm90.cu */
@@ -216,8 +233,10 @@ struct krn_cu_attention_sm90_args {
 
 struct krn_cu_decode_args {
     uint64_t q, k, v, y, part; /* part: float [tokens][heads][parts][head_dim + 4] */
-    uint32_t tokens, position, heads, kv_heads, head_dim, ctx, parts;
+    uint64_t rows;             /* struct krn_cu_row [tokens] */
+    uint32_t tokens, heads, kv_heads, head_dim, ctx, parts; /* parts: of the longest */
     float scale_log2;
+    uint32_t reserved;
     uint64_t counters; /* 0: parts are joined by another kernel */
     /* projects: q is float, norm and rotation are still to be done, the cache's newest row to be written */
     uint64_t k_f32, v_f32, q_weight, k_weight, table;

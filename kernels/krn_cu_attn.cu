@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Causal attention of a prompt over an f16 KV cache, k and v [kv_heads][ctx][head_dim].
+ * Causal attention of a prompt over an f16 KV cache, k and v [kv_heads][ctx][head_dim], in which a sequence's
+ * keys lie in blocks of KRN_CU_KV_BLOCK.
  *
  * 128 queries of a head a block, 64 keys a step at absolute multiples of 64,
  * online softmax. A query's result is one chain over the key blocks from 0;
@@ -48,8 +49,10 @@ template <int HD> DEV void attention(const krn_cu_attention_args &a)
     const uint64_t q_stride = (uint64_t)a.heads * HD * 2;
 
     auto fetch = [&](uint32_t block) {
-        uint64_t offset = (uint64_t)block * KEYS * HD * 2;
-        uint32_t valid = n_keys - block * KEYS;
+        const uint32_t whole = KRN_CU_KV_BLOCK / KEYS;
+        const uint64_t row = at<uint32_t>(a.blocks)[block / whole] * whole + block % whole;
+        const uint64_t offset = row * KEYS * HD * 2;
+        const uint32_t valid = n_keys - block * KEYS;
         fetch_rows<HD, KEYS>(sk + (block & 1) * KV_BYTES, k + offset, HD * 2, valid);
         fetch_rows<HD, KEYS>(sv + (block & 1) * KV_BYTES, v + offset, HD * 2, valid);
     };

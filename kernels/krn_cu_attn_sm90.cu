@@ -6,11 +6,15 @@
  * A block stays on its multiprocessor and takes work after work: 64 queries of
  * one head for each of its warpgroups but the first, of which one thread has
  * the copy engine bring queries, keys and values into shared memory, ahead of
- * the others. A step is 128 keys, at absolute multiples of 128 from key 0. Its
- * scores run on the tensor cores beside the weighted values of the step
- * before, and one warpgroup's exponentials beside another's products.
+ * the others. A step is 128 keys, at absolute multiples of 128 from key 0: one
+ * block of the sequence in the KV memory. Its scores run on the tensor cores
+ * beside the weighted values of the step before, and one warpgroup's
+ * exponentials beside another's products. A sequence's last block is fetched as
+ * a whole: rows behind its end have no weight and hold numbers (krn_cu_qkv).
  */
 #include "kernels/krn_cu_sm90.cuh"
+
+static_assert(KRN_CU_SM90_KEYS == KRN_CU_KV_BLOCK, "a step is a block of the KV memory");
 
 #define KEYS     ((int)KRN_CU_SM90_KEYS)
 #define STAGES   2
@@ -103,13 +107,13 @@ template <int HD, int GROUPS> DEV void produce(const krn_cu_attention_sm90_args 
         const uint32_t kv_head = w.head / (a.heads / a.kv_heads);
         auto fetch = [&](uint32_t block, uint32_t full, uint32_t empty, uint32_t place,
                          const krn_cu_tensor_map &map) {
+            const uint32_t row = at<uint32_t>(a.blocks)[block] * KEYS;
             const uint32_t stage = (n + block) % STAGES, barrier = base + (full + stage) * 8;
             barrier_wait(base + (empty + stage) * 8, (n + block) / STAGES & 1 ^ 1);
             barrier_expect(barrier, L::TILE);
 #pragma unroll
             for (int i = 0; i < HD / 64; i++)
-                fetch_box(base + place + stage * L::TILE + i * L::PANEL, map, i * 64, block * KEYS, kv_head,
-                          barrier);
+                fetch_box(base + place + stage * L::TILE + i * L::PANEL, map, i * 64, row, kv_head, barrier);
         };
         barrier_wait(base + EMPTY_Q * 8, round & 1 ^ 1);
         barrier_expect(base + FULL_Q * 8, L::QUERIES * HD * 2);

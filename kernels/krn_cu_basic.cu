@@ -97,13 +97,20 @@ KERNEL(__launch_bounds__(NORM_THREADS), rmsnorm, krn_cu_norm_args)
     }
 }
 
+KERNEL(, words, krn_cu_words_args)
+{
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += gridDim.x * blockDim.x)
+        at<uint32_t>(a.to)[i] = at<volatile uint32_t>(a.from)[i];
+}
+
 /* In double: the angle of a far position keeps few bits in float. */
 KERNEL(, rope_table, krn_cu_rope_table_args)
 {
     const uint32_t half = a.head_dim / 2, i = blockIdx.x * blockDim.x + threadIdx.x, t = i / half, d = i % half;
     if (t >= a.tokens)
         return;
-    double angle = (double)(a.position + t) * pow((double)a.base, -2.0 * d / a.head_dim), s, c;
+    const uint32_t position = a.rows ? at<krn_cu_row>(a.rows)[t].position : a.position + t;
+    double angle = (double)position * pow((double)a.base, -2.0 * d / a.head_dim), s, c;
     sincos(angle, &s, &c);
     float *row = at<float>(a.table) + (uint64_t)t * a.head_dim;
     row[d] = (float)c;
@@ -121,7 +128,9 @@ KERNEL(, qkv, krn_cu_qkv_args)
     const float *x, *weight = nullptr;
     uint16_t *y;
     bool rotate = true;
-    uint64_t cell = a.position + t;
+    const uint32_t position = a.position + t;
+    const uint64_t cell = (uint64_t)at<uint32_t>(a.blocks)[position / KRN_CU_KV_BLOCK] * KRN_CU_KV_BLOCK +
+                          position % KRN_CU_KV_BLOCK;
     if (h < a.heads) {
         x = at<float>(a.q) + ((uint64_t)t * a.heads + h) * hd;
         weight = at<float>(a.q_weight);
@@ -164,6 +173,10 @@ KERNEL(, qkv, krn_cu_qkv_args)
             float c = table[i], s = table[half + i], old = p;
             p = __fmaf_rn(p, c, -__fmul_rn(q, s));
             q = __fmaf_rn(q, c, __fmul_rn(old, s));
+        }
+        if (!rotate) {
+            p = number(p);
+            q = number(q);
         }
         y[i] = to_f16(p);
         y[half + i] = to_f16(q);

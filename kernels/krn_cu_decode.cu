@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Causal attention of generated tokens over an f16 KV cache, k and v
- * [kv_heads][ctx][head_dim]: in parts of 256 keys, of more where that would be
- * more blocks than a GPU takes at a time. A block takes a part of one KV head
- * for up to 16 query heads; each of its warps takes every eighth tile of 16 keys, brings keys and values into its own stages and
+ * Causal attention of generated tokens, each of a sequence of its own or at a
+ * position of its own, over an f16 KV cache, k and v [kv_heads][ctx][head_dim],
+ * in which a sequence's keys lie in blocks of KRN_CU_KV_BLOCK. Keys come in
+ * parts of 256, of more where that would be more blocks than a GPU takes at a
+ * time. A block takes a part of one KV head for up to 16 query heads; each of
+ * its warps takes every eighth tile of 16 keys, so that they are in one block
+ * of the KV memory at a time, brings keys and values into its own stages and
  * keeps maximum, total and sums for itself; they meet once, in the order of
  * warps. Then parts are joined: a few by the block that ends last, many by a
  * kernel of their own.
@@ -18,6 +21,8 @@
 #define HEADS    ((int)KRN_CU_SPLIT_HEADS)
 #define TILE     16 /* keys */
 #define NEGATIVE __int_as_float(0xff800000)
+
+static_assert(TILE * WARPS == KRN_CU_KV_BLOCK, "the warps' tiles are one block of the KV memory");
 
 /* Rows of HD f16, pieces swizzled. */
 template <int HD> DEV uint32_t row_piece(uint32_t row, uint32_t piece)
@@ -78,6 +83,9 @@ DEV void head_of(const float *x, bool normed, const half_head<HD> &weight, float
             float c = turn.x[j][0], s = turn.x[j][1], old = p;
             p = __fmaf_rn(p, c, -__fmul_rn(q, s));
             q = __fmaf_rn(q, c, __fmul_rn(old, s));
+        } else {
+            p = number(p);
+            q = number(q);
         }
         store(i, to_f16(p));
         store(HALF + i, to_f16(q));
@@ -156,7 +164,9 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
     __shared__ uint32_t last;
     const uint32_t group = a.heads / a.kv_heads, sets = div_up(group, HEADS);
     const uint32_t part = blockIdx.x, kv_head = blockIdx.y / sets, set = blockIdx.y % sets, token = blockIdx.z;
-    const uint32_t keys_all = a.position + token + 1, keys = part_keys(keys_all, gridDim.y), key0 = part * keys;
+    const krn_cu_row of = at<krn_cu_row>(a.rows)[token];
+    const uint32_t *blocks = at<uint32_t>(of.blocks);
+    const uint32_t keys_all = of.position + 1, keys = part_keys(keys_all, gridDim.y), key0 = part * keys;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (key0 >= keys_all) {
         grid_turn();
@@ -169,15 +179,22 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
     const uint32_t tiles = keys / (TILE * WARPS); /* of a warp */
     const uint32_t sq = shared_address(smem), stages = sq + HEADS * HD * 2 + warp * a.stages * 2 * TILE_BYTES;
     auto stage_of = [&](uint32_t i) { return stages + (a.stages == 2 ? i % 2 : 0) * 2 * TILE_BYTES; };
-    const uint8_t *k = at<uint8_t>(a.k) + ((uint64_t)kv_head * a.ctx + key0) * HD * 2;
-    const uint8_t *v = at<uint8_t>(a.v) + ((uint64_t)kv_head * a.ctx + key0) * HD * 2;
+    const uint8_t *k = at<uint8_t>(a.k) + (uint64_t)kv_head * a.ctx * HD * 2;
+    const uint8_t *v = at<uint8_t>(a.v) + (uint64_t)kv_head * a.ctx * HD * 2;
+    /* The warps' i-th tiles lie in the part's i-th block; asked for one tile ahead. */
+    auto block_of = [&](uint32_t i) {
+        return i < tiles && key0 + i * KRN_CU_KV_BLOCK < keys_all ? blocks[key0 / KRN_CU_KV_BLOCK + i] : 0;
+    };
+    uint32_t block_ahead = block_of(0);
 
-    auto fetch = [&](uint32_t i) { /* the warp's i-th tile */
+    auto fetch = [&](uint32_t i) { /* the warp's i-th tile; called in order */
         const uint32_t row = (i * WARPS + warp) * TILE, stage = stage_of(i);
+        const uint64_t cell = ((uint64_t)block_ahead * KRN_CU_KV_BLOCK + warp * TILE) * HD * 2;
+        block_ahead = block_of(i + 1);
         if (i < tiles && key0 + row < keys_all) {
             const uint32_t valid = key0 + row < cached ? min(cached - key0 - row, (uint32_t)TILE) : 0;
-            fetch_tile<HD>(stage, k + (uint64_t)row * HD * 2, valid);
-            fetch_tile<HD>(stage + TILE_BYTES, v + (uint64_t)row * HD * 2, valid);
+            fetch_tile<HD>(stage, k + cell, valid);
+            fetch_tile<HD>(stage + TILE_BYTES, v + cell, valid);
         }
         copy_commit();
     };
@@ -185,7 +202,7 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
     if (projects) {
         q_weight.load(at<float>(a.q_weight));
         k_weight.load(at<float>(a.k_weight));
-        turn.load(at<float>(a.table));
+        turn.load(at<float>(a.table) + (uint64_t)token * HD);
     }
     if (projects) /* what the cache has is older than the kernels before this one */
         for (uint32_t i = 0; i < a.stages; i++)
@@ -200,16 +217,18 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         return (uint16_t *)(queries + row_piece<HD>(h, d / 8) + d % 8 * 2);
     };
     if (projects) {
-        const uint64_t cell = (uint64_t)kv_head * a.ctx + a.position;
-        const bool writes = set == 0 && key0 + keys > a.position;
+        const bool newest_here = key0 + keys > of.position, writes = set == 0 && newest_here;
+        const uint64_t cell = (uint64_t)kv_head * a.ctx +
+                              (newest_here ? (uint64_t)blocks[of.position / KRN_CU_KV_BLOCK] * KRN_CU_KV_BLOCK : 0) +
+                              of.position % KRN_CU_KV_BLOCK;
         for (uint32_t job = warp; job < n_heads + 2; job += WARPS) {
             if (job < n_heads) {
-                head_of<HD>(at<float>(a.q) + (head0 + job) * HD, a.q_weight, q_weight, a.eps, turn, true,
+                head_of<HD>(at<float>(a.q) + ((uint64_t)token * a.heads + head0 + job) * HD, a.q_weight, q_weight, a.eps, turn, true,
                             [&](uint32_t d, uint16_t x) { *query(job, d) = x; });
-            } else if (key0 + keys > a.position) {
+            } else if (newest_here) {
                 const uint32_t which = job - n_heads;
                 uint16_t *cache = at<uint16_t>(which ? a.v : a.k) + cell * HD;
-                head_of<HD>(at<float>(which ? a.v_f32 : a.k_f32) + kv_head * HD,
+                head_of<HD>(at<float>(which ? a.v_f32 : a.k_f32) + ((uint64_t)token * a.kv_heads + kv_head) * HD,
                             !which && a.k_weight, k_weight, a.eps, turn, !which,
                             [&](uint32_t d, uint16_t x) {
                                 newest[which][d] = x;
@@ -248,8 +267,8 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         __syncwarp();
         if (key0 + row < keys_all) {
             const uint32_t tk = stage_of(i), tv = tk + TILE_BYTES;
-            if (projects && a.position - key0 - row < TILE) {
-                const uint32_t r = a.position - key0 - row, which = lane / 16;
+            if (projects && of.position - key0 - row < TILE) {
+                const uint32_t r = of.position - key0 - row, which = lane / 16;
                 if (lane % 16 < ND)
                     *(uint4 *)(smem + (which ? tv : tk) - sq + row_piece<HD>(r, lane % 16)) =
                         *(const uint4 *)&newest[which][lane % 16 * 8];
@@ -329,7 +348,8 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
                     make_float2(o[n][2 * h], o[n][2 * h + 1]);
     }
     __syncthreads();
-    const bool only = a.parts == 1;
+    const uint32_t parts = div_up(keys_all, keys);
+    const bool only = parts == 1;
     for (uint32_t i = threadIdx.x; i < n_heads * (HD / 4); i += THREADS) {
         const uint32_t h = i / (HD / 4), quad = i % (HD / 4);
         float top = tops[0][h], total = 0.0f;
@@ -352,7 +372,6 @@ template <int HD> DEV void decode_part(const krn_cu_decode_args &a)
         if (quad == 0)
             *(float2 *)(out + HD) = make_float2(top, total);
     }
-    const uint32_t parts = div_up(keys_all, keys);
     if (only || !a.counters)
         return;
     __syncthreads();
@@ -387,10 +406,13 @@ template <int HD> DEV void decode_join(const krn_cu_decode_args &a)
     __shared__ float4 sums[JOIN_SETS][HD / 4];
     __shared__ float wide[JOIN_THREADS / 32], totals[JOIN_SETS];
     const uint32_t head = blockIdx.x, token = blockIdx.y, tid = threadIdx.x;
-    const uint32_t keys = a.position + token + 1, parts = div_up(keys, part_keys(keys, a.blocks));
+    const uint32_t keys = at<krn_cu_row>(a.rows)[token].position + 1;
+    const uint32_t parts = div_up(keys, part_keys(keys, a.blocks));
     const float *row = at<float>(a.part) + part_row<HD>(a, token, head, 0);
     float top = NEGATIVE;
     grid_turn();
+    if (parts == 1) /* is there already */
+        return;
     for (uint32_t p = tid; p < parts; p += JOIN_THREADS) {
         const float x = load_fresh(row + (uint64_t)p * (HD + 4) + HD);
         scale[p] = x;

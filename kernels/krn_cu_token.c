@@ -41,7 +41,7 @@ struct krn_cu_token {
     krn_cuda_ptr counters; /* KRN_CU_COUNTERS words, then the router's; zero between launches */
 };
 
-#define COUNTERS_BYTES (KRN_CU_COUNTERS * 4 + 256)
+#define COUNTERS_BYTES ((KRN_CU_COUNTERS + KRN_CU_ROWS_MAX) * 4)
 
 static uint32_t div_up(uint64_t a, uint32_t b)
 {
@@ -260,15 +260,15 @@ int krn_cu_token_router(struct krn_cu *cu, void *stream, const struct krn_cu_tok
                                          .top_k = r->top_k,
                                          .renorm = r->renorm};
     if (r->experts > KRN_CU_EXPERTS_MAX || r->top_k > r->experts || r->top_k > KRN_CU_TOP_K_MAX ||
-        r->hidden % 16)
+        r->hidden % 16 || !r->tokens || r->tokens > KRN_CU_ROWS_MAX || (r->publication && r->tokens > 1))
         return -EINVAL;
     if (r->publication)
         a.publication = *r->publication;
     place_vector(&a.x);
     return launch_early(
         t, K_token_router,
-        (struct grid){div_up(r->experts, KRN_CU_ROUTER_EACH), 1, 1, KRN_CU_GEMV_THREADS, a.x.stride}, stream,
-        &a);
+        (struct grid){div_up(r->experts, KRN_CU_ROUTER_EACH), r->tokens, 1, KRN_CU_GEMV_THREADS, a.x.stride},
+        stream, &a);
 }
 
 /* Experts of generated tokens: where they are, hidden rows, outputs (or, weighed, onto the residual). */
@@ -354,7 +354,7 @@ static uint32_t parts_of(uint64_t keys, uint32_t blocks)
     return div_up(keys, n);
 }
 
-static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *kv,
+static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *kv, uint64_t keys_most,
                   struct krn_cu_decode_args *a)
 {
     a->k = kv->k;
@@ -364,12 +364,12 @@ static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *
     a->ctx = kv->ctx;
     a->scale_log2 = krn_cu_score_scale(kv->head_dim);
     a->blocks = kv->kv_heads * div_up(a->heads / kv->kv_heads, KRN_CU_SPLIT_HEADS);
-    if (kv->head_dim != 64 && kv->head_dim != 128)
+    if ((kv->head_dim != 64 && kv->head_dim != 128) || !a->tokens || a->tokens > KRN_CU_ROWS_MAX)
         return -EINVAL;
-    for (uint32_t i = 1; i <= a->tokens; i++) {
-        const uint32_t parts = parts_of((uint64_t)a->position + i, a->blocks);
-        a->parts = parts > a->parts ? parts : a->parts;
-    }
+    /* Of several tokens, whose keys are not known here: as many as any can have. */
+    const uint32_t most = a->blocks > KRN_CU_SPLIT_BLOCKS ? 1 : KRN_CU_SPLIT_BLOCKS / a->blocks;
+    const uint32_t longest = div_up(keys_most, KRN_CU_SPLIT_KEYS);
+    a->parts = a->tokens == 1 ? parts_of(keys_most, a->blocks) : longest < most ? longest : most;
     const bool wide = kv->head_dim == 128;
     if (a->parts <= KRN_CU_JOIN_FEW && a->tokens * a->blocks <= KRN_CU_COUNTERS)
         a->counters = t->counters;
@@ -385,12 +385,12 @@ static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *
                         (struct grid){a->heads, a->tokens, 1, 256, a->parts * 4}, stream, a);
 }
 
-int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, uint32_t position,
-                  uint32_t tokens, uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr scratch, krn_cuda_ptr y)
+int krn_cu_decode(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv, const struct krn_cu_rows *rows,
+                  uint32_t heads, krn_cuda_ptr q, krn_cuda_ptr scratch, krn_cuda_ptr y)
 {
     struct krn_cu_decode_args a = {
-        .q = q, .y = y, .part = scratch, .tokens = tokens, .position = position, .heads = heads};
-    return decode(krn_cu_token_of(cu), stream, kv, &a);
+        .q = q, .y = y, .part = scratch, .rows = rows->at, .tokens = rows->tokens, .heads = heads};
+    return decode(krn_cu_token_of(cu), stream, kv, (uint64_t)rows->position_most + 1, &a);
 }
 
 int krn_cu_token_attention(struct krn_cu *cu, void *stream, const struct krn_cu_kv *kv,
@@ -399,8 +399,8 @@ int krn_cu_token_attention(struct krn_cu *cu, void *stream, const struct krn_cu_
     struct krn_cu_decode_args a = {.q = h->q,
                                    .y = h->y_f16,
                                    .part = h->scratch,
-                                   .tokens = 1,
-                                   .position = h->position,
+                                   .rows = h->rows.at,
+                                   .tokens = h->rows.tokens,
                                    .heads = h->heads,
                                    .k_f32 = h->k,
                                    .v_f32 = h->v,
@@ -409,5 +409,5 @@ int krn_cu_token_attention(struct krn_cu *cu, void *stream, const struct krn_cu_
                                    .table = h->table,
                                    .eps = h->eps,
                                    .projects = 1};
-    return decode(krn_cu_token_of(cu), stream, kv, &a);
+    return decode(krn_cu_token_of(cu), stream, kv, (uint64_t)h->rows.position_most + 1, &a);
 }

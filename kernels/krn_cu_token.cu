@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Router of a generated token in one kernel: norm, scores in float32, choice,
- * publication, and where the residents among the chosen are. The block that
- * ends last does what comes after the scores; which one that is shows nowhere.
+ * Router of generated tokens in one kernel: norm, scores in float32, choice,
+ * of a single one publication, and where the residents among the chosen are.
+ * Of each token's blocks the one that ends last does what comes after the
+ * scores; which one that is shows nowhere.
  */
 #include "kernels/krn_cu_vector.cuh"
 
@@ -64,7 +65,8 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
 {
     SHARED_DYNAMIC(uint8_t, shared);
     __shared__ __align__(16) shared_router s;
-    const uint32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32, experts = a.experts;
+    const uint32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32, experts = a.experts, token = blockIdx.y;
+    float *const scores = at<float>(a.scores) + (uint64_t)token * experts;
     const uint32_t quads = a.x.cols / 4, half = quads / 2, first = warp % 2 * half;
     const uint32_t mine = blockIdx.x * EACH + warp / 2, row = mine < experts ? mine : experts - 1;
     const float4 *w = (const float4 *)(at<float>(a.w) + (uint64_t)row * a.x.cols) + first;
@@ -73,7 +75,7 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
     for (int i = 0; i < AHEAD; i++)
         ahead[i] = lane + 32 * i < half ? w[lane + 32 * i] : make_float4(0, 0, 0, 0);
     x_load_norm(
-        shared, a.x, at<float>(a.x.x), [] { grid_turn(); }, [] {});
+        shared, a.x, at<float>(a.x.x) + (uint64_t)token * a.x.cols, [] { grid_turn(); }, [] {});
     const x_view v = x_of(shared, a.x);
     float sum = 0.0f;
     auto add = [&](uint32_t k, const float4 &q) {
@@ -95,8 +97,8 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
         s.part[warp] = sum;
     __syncthreads();
     if (tid < EACH && blockIdx.x * EACH + tid < experts)
-        at<float>(a.scores)[blockIdx.x * EACH + tid] = __fadd_rn(s.part[2 * tid], s.part[2 * tid + 1]);
-    if (!comes_last(at<uint32_t>(a.counter), gridDim.x, &s.last))
+        scores[blockIdx.x * EACH + tid] = __fadd_rn(s.part[2 * tid], s.part[2 * tid + 1]);
+    if (!comes_last(at<uint32_t>(a.counter) + token, gridDim.x, &s.last))
         return;
 
     /* Chosen by score, so equal probabilities never hide an order: an expert's place is the number of those
@@ -105,7 +107,7 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
     for (uint32_t e = tid; e < padded; e += GEMV_THREADS) {
         float x = -INFINITY;
         if (e < experts) {
-            x = load_fresh(at<float>(a.scores) + e);
+            x = load_fresh(scores + e);
             x = x > -FLOAT_MAX ? x : -FLOAT_MAX; /* NaN too */
             x = x < FLOAT_MAX ? x : FLOAT_MAX;
         }
@@ -129,8 +131,8 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
     if (a.publication.seq) /* first of all: expertd is waiting */
         publish(a, s);
     if (tid < a.top_k) {
-        at<uint32_t>(a.ids)[tid] = s.id[tid];
-        at<uint64_t>(a.blobs)[tid] = a.resident ? at<uint64_t>(a.resident)[s.id[tid]] : 0;
+        at<uint32_t>(a.ids)[token * a.top_k + tid] = s.id[tid];
+        at<uint64_t>(a.blobs)[token * a.top_k + tid] = a.resident ? at<uint64_t>(a.resident)[s.id[tid]] : 0;
     }
     const float top = s.score[s.id[0]];
     float total = 0.0f;
@@ -151,7 +153,7 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
     for (uint32_t i = 0; i < a.top_k; i++)
         chosen = __fadd_rn(chosen, s.chosen[i]);
     if (tid < a.top_k)
-        at<float>(a.weights)[tid] = a.renorm ? p / chosen : p;
+        at<float>(a.weights)[token * a.top_k + tid] = a.renorm ? p / chosen : p;
 }
 
 /* Where the bytes of the chosen experts are; 0 where they are not to be run now. The table row is in host

@@ -222,8 +222,27 @@ static void bench_dense(const char *type, uint32_t rows, uint32_t cols, uint32_t
     cu_free_all();
 }
 
+/* A sequence whose blocks follow each other. */
+static krn_cuda_ptr blocks_in_order(uint32_t keys)
+{
+    const uint32_t n = (keys + KRN_CU_KV_BLOCK - 1) / KRN_CU_KV_BLOCK;
+    uint32_t *block = krn_alloc(n * sizeof *block);
+    for (uint32_t i = 0; i < n; i++)
+        block[i] = i;
+    const krn_cuda_ptr at = cu_copy(block, n * sizeof *block);
+    free(block);
+    return at;
+}
+
+static struct krn_cu_rows one_row(krn_cuda_ptr blocks, uint32_t position)
+{
+    const struct krn_cu_row row = {.blocks = blocks, .position = position};
+    return (struct krn_cu_rows){cu_copy(&row, sizeof row), 1, position};
+}
+
 struct attention_bench {
     struct krn_cu_kv kv;
+    struct krn_cu_rows rows;
     uint32_t position, tokens, heads;
     krn_cuda_ptr q, y, scratch;
 };
@@ -237,14 +256,16 @@ static void run_attention(void *ctx)
 static void run_decode(void *ctx)
 {
     struct attention_bench *b = ctx;
-    NEED(krn_cu_decode(cu, stream, &b->kv, b->position, b->tokens, b->heads, b->q, b->scratch, b->y));
+    NEED(krn_cu_decode(cu, stream, &b->kv, &b->rows, b->heads, b->q, b->scratch, b->y));
 }
 
 static void bench_attention(uint32_t position, uint32_t tokens, uint32_t head_dim, bool decode)
 {
-    const uint32_t heads = 4096 / head_dim, kv_heads = 4, ctx = (position + tokens + 63) / 64 * 64;
+    const uint32_t heads = 4096 / head_dim, kv_heads = 4, ctx = (position + tokens + 127) / 128 * 128;
     size_t cache = (size_t)ctx * kv_heads * head_dim, n = (size_t)tokens * heads * head_dim;
-    struct attention_bench b = {{activations(cache), activations(cache), ctx, kv_heads, head_dim},
+    const krn_cuda_ptr blocks = blocks_in_order(ctx);
+    struct attention_bench b = {{activations(cache), activations(cache), blocks, ctx, kv_heads, head_dim},
+                                one_row(blocks, position + tokens - 1),
                                 position,
                                 tokens,
                                 heads,
@@ -324,7 +345,7 @@ static void bench_small(uint32_t tokens)
         .qh = cu_alloc(t * 4096 * 2),
         .groups = {cu_alloc(EXPERTS * 4), cu_alloc(EXPERTS * 4 + 4), cu_alloc(t * TOP_K * 4), cu_alloc(hist),
                    cu_alloc(hist)},
-        .kv = {cu_alloc(t * 512 * 2), cu_alloc(t * 512 * 2), tokens, 4, 128},
+        .kv = {cu_alloc(t * 512 * 2), cu_alloc(t * 512 * 2), blocks_in_order(tokens), tokens, 4, 128},
     };
     NEED(krn_cu_rope_table(cu, stream, 0, tokens, 128, 1e6f, b.table));
     printf("%u tokens:\n", tokens);
@@ -386,7 +407,7 @@ enum { QKV = 1, ATTENTION = 2, OUTPUT = 4, ROUTER = 8, CHOSEN = 16, EVERYTHING =
 
 struct token_bench {
     int steps;
-    uint32_t position;
+    struct krn_cu_rows rows;
     struct {
         struct krn_cu_matrix q, k, v, o;
         struct krn_cu_expert_shape experts;
@@ -418,7 +439,7 @@ static void run_token(void *ctx)
                                              .table = b->table,
                                              .scratch = b->scratch,
                                              .y_f16 = b->y16,
-                                             .position = b->position,
+                                             .rows = b->rows,
                                              .heads = 32,
                                              .eps = 1e-6f};
         const struct krn_cu_token_route r = {.x = b->x,
@@ -429,6 +450,7 @@ static void run_token(void *ctx)
                                              .weights = b->weights,
                                              .blobs = b->plan,
                                              .resident = b->layer[i].resident,
+                                             .tokens = 1,
                                              .hidden = HIDDEN,
                                              .experts = EXPERTS,
                                              .top_k = TOP_K,
@@ -480,7 +502,7 @@ static void bench_token(const char *name, uint32_t context)
                              .weights = cu_alloc(TOP_K * 4),
                              .plan = cu_alloc(krn_cu_plan_bytes(1, TOP_K, EXPERTS)),
                              .hidden = cu_alloc(TOP_K * WIDTH * 2)};
-    const krn_cuda_ptr norm = random_floats(HIDDEN);
+    const krn_cuda_ptr norm = random_floats(HIDDEN), blocks = blocks_in_order(context);
     for (uint32_t i = 0; i < LAYERS; i++) {
         const krn_cuda_ptr dense = cu_alloc(5120 * row + HIDDEN * out_row), store = cu_alloc(EXPERTS * blob);
         uint64_t address[EXPERTS];
@@ -501,7 +523,7 @@ static void bench_token(const char *name, uint32_t context)
         b.layer[i].router = cu_alloc(EXPERTS * HIDDEN * 4);
         b.layer[i].norm = norm;
         const size_t cache = (size_t)context * 512 * 2;
-        b.layer[i].kv = (struct krn_cu_kv){cu_alloc(cache), cu_alloc(cache), context, 4, 128};
+        b.layer[i].kv = (struct krn_cu_kv){cu_alloc(cache), cu_alloc(cache), blocks, context, 4, 128};
     }
     static const struct {
         const char *name;
@@ -517,7 +539,7 @@ static void bench_token(const char *name, uint32_t context)
                     continue;
                 krn_cu_overlap(cu, overlap);
                 b.steps = steps[s].steps;
-                b.position = positions[at];
+                b.rows = one_row(blocks, positions[at]);
                 double ms = time_ms(run_token, &b);
                 printf("token %s%s, %-12s at %5u: %7.2f us a layer, %7.3f ms, enqueued in %6.3f ms\n", name,
                        overlap ? " overlapping" : "", steps[s].name, positions[at], ms * 1e3 / LAYERS, ms,

@@ -245,12 +245,39 @@ static void test_dense(void)
         }
 }
 
+/* A sequence of `blocks` blocks, anywhere among spare + blocks ones of the KV memory. *ret_blocks: free(). */
+static krn_cuda_ptr scattered(uint32_t blocks, uint32_t spare, uint32_t **ret_blocks)
+{
+    uint32_t n = blocks + spare, *order = krn_alloc(n * sizeof *order);
+    for (uint32_t i = 0; i < n; i++)
+        order[i] = i;
+    for (uint32_t i = n - 1; i > 0; i--) {
+        uint32_t j = (uint32_t)(krn_rand(&rng) % (i + 1)), old = order[i];
+        order[i] = order[j];
+        order[j] = old;
+    }
+    *ret_blocks = order;
+    return cu_copy(order, blocks * sizeof *order);
+}
+
+/* Where a sequence's position lies. */
+static size_t cell_of(const uint32_t *blocks, uint32_t position)
+{
+    return (size_t)blocks[position / KRN_CU_KV_BLOCK] * KRN_CU_KV_BLOCK + position % KRN_CU_KV_BLOCK;
+}
+
+static uint32_t blocks_for(uint32_t keys)
+{
+    return (keys + KRN_CU_KV_BLOCK - 1) / KRN_CU_KV_BLOCK;
+}
+
 static void test_qkv(void)
 {
     static const uint32_t dims[] = {16, 64, 128, 256};
     for (int d = 0; d < 4; d++)
         for (int normed = 0; normed < 2; normed++) {
-            const uint32_t hd = dims[d], heads = 6, kv_heads = 2, tokens = 7, pos0 = 9001, ctx = 9024;
+            const uint32_t hd = dims[d], heads = 6, kv_heads = 2, tokens = 7, pos0 = 2301,
+                           used = blocks_for(pos0 + tokens), ctx = (used + 2) * KRN_CU_KV_BLOCK;
             size_t nq = (size_t)tokens * heads * hd, nk = (size_t)tokens * kv_heads * hd,
                    cache = (size_t)kv_heads * ctx * hd * 2;
             float *q = krn_rand_floats(&rng, nq, 2), *k = krn_rand_floats(&rng, nk, 2),
@@ -259,7 +286,10 @@ static void test_qkv(void)
             uint32_t positions[7];
             for (uint32_t t = 0; t < tokens; t++)
                 positions[t] = pos0 + t;
-            struct krn_cu_kv kv = {cu_alloc(cache), cu_alloc(cache), ctx, kv_heads, hd};
+            uint32_t *blocks;
+            struct krn_cu_kv kv = {
+                cu_alloc(cache), cu_alloc(cache), scattered(used, 2, &blocks), ctx, kv_heads, hd};
+            v[3] = NAN; /* of a value: kept out of the memory */
             krn_cuda_ptr dq = cu_copy(q, nq * 4), dk = cu_copy(k, nk * 4), dv = cu_copy(v, nk * 4),
                          table = cu_alloc((size_t)tokens * hd * 4), y = cu_alloc(nq * 2);
             NEED(krn_cu_rope_table(cu, stream, pos0, tokens, hd, 1e6f, table));
@@ -272,44 +302,63 @@ static void test_qkv(void)
             float *wide = floats_of(got, nq);
             close_to(wide, q, nq, 4e-4, "q");
             clean_behind(got + nq, "q");
+            v[3] = 0;
             for (uint32_t h = 0; h < kv_heads; h++)
                 for (uint32_t t = 0; t < tokens; t++) {
-                    size_t at = ((size_t)h * ctx + pos0 + t) * hd, from = ((size_t)t * kv_heads + h) * hd;
+                    size_t at = ((size_t)h * ctx + cell_of(blocks, pos0 + t)) * hd,
+                           from = ((size_t)t * kv_heads + h) * hd;
                     float *fk = floats_of(ck + at, hd), *fv = floats_of(cv + at, hd);
                     close_to(fk, k + from, hd, 5e-4, "k cache");
                     close_to(fv, v + from, hd, 5e-4, "v cache");
                     free(fk), free(fv);
+                    memset(ck + at, 0xff, hd * 2);
+                    memset(cv + at, 0xff, hd * 2);
                 }
-            for (size_t i = 0; i < (size_t)pos0 * hd; i++)
+            for (size_t i = 0; i < (size_t)kv_heads * ctx * hd; i++)
                 if (ck[i] != 0xffff || cv[i] != 0xffff) {
                     FAIL("KV written outside its cells");
                     break;
                 }
-            free(q), free(k), free(v), free(wq), free(wk), free(got), free(ck), free(cv), free(wide);
+            free(blocks), free(q), free(k), free(v), free(wq), free(wk), free(got), free(ck), free(cv),
+                free(wide);
             cu_free_all();
         }
 }
 
-/* Random f16 keys and values from position 0 (host: [keys][kv_heads][hd]) in a poisoned cache. */
+/* Random f16 keys and values from position 0 (host: [keys][kv_heads][hd]) in scattered blocks of a memory
+ * that is poisoned as far as it may be: keys are no numbers, values as large as they get. */
 static struct krn_cu_kv make_kv(uint32_t keys, uint32_t kv_heads, uint32_t hd, float **ret_k, float **ret_v)
 {
-    uint32_t ctx = (keys + 191) / 64 * 64;
+    const uint32_t used = blocks_for(keys), ctx = (used + 2) * KRN_CU_KV_BLOCK;
     size_t n = (size_t)keys * kv_heads * hd, cache = (size_t)kv_heads * ctx * hd;
     uint16_t *h = krn_alloc(cache * 2);
-    struct krn_cu_kv kv = {0, 0, ctx, kv_heads, hd};
+    uint32_t *blocks;
+    struct krn_cu_kv kv = {0, 0, scattered(used, 2, &blocks), ctx, kv_heads, hd};
     for (int which = 0; which < 2; which++) {
         float *x = krn_rand_floats(&rng, n, which ? 1 : 2);
         free(f16_round(x, n));
-        memset(h, 0xff, cache * 2);
+        for (size_t i = 0; i < cache; i++)
+            h[i] = !which ? 0xffff : i % 2 ? 0x7bff : 0xfbff;
         for (uint32_t j = 0; j < keys; j++)
             for (uint32_t g = 0; g < kv_heads; g++)
                 for (uint32_t d = 0; d < hd; d++)
-                    h[((size_t)g * ctx + j) * hd + d] = f16_of(x[((size_t)j * kv_heads + g) * hd + d]);
+                    h[((size_t)g * ctx + cell_of(blocks, j)) * hd + d] =
+                        f16_of(x[((size_t)j * kv_heads + g) * hd + d]);
         *(which ? &kv.v : &kv.k) = cu_copy(h, cache * 2);
         *(which ? ret_v : ret_k) = x;
     }
+    free(blocks);
     free(h);
     return kv;
+}
+
+/* Consecutive tokens of kv's sequence, as rows. */
+static struct krn_cu_rows rows_of(const struct krn_cu_kv *kv, uint32_t position, uint32_t tokens)
+{
+    struct krn_cu_row row[KRN_CU_ROWS_MAX];
+    for (uint32_t t = 0; t < tokens; t++)
+        row[t] = (struct krn_cu_row){.blocks = kv->blocks, .position = position + t};
+    return (struct krn_cu_rows){cu_copy(row, tokens * sizeof *row), tokens, position + tokens - 1};
 }
 
 static void test_attention(void)
@@ -349,13 +398,18 @@ static void test_attention(void)
         /* as generated tokens */
         krn_cuda_ptr z = cu_alloc(n * 2),
                      scratch = cu_alloc(krn_cu_decode_scratch_bytes(kv.ctx, tokens, heads, hd));
-        NEED(krn_cu_decode(cu, stream, &kv, pos0, tokens, heads, dq, scratch, z));
+        for (uint32_t t = 0; t < tokens; t += KRN_CU_ROWS_MAX) {
+            const struct krn_cu_rows rows =
+                rows_of(&kv, pos0 + t, tokens - t < KRN_CU_ROWS_MAX ? tokens - t : KRN_CU_ROWS_MAX);
+            NEED(krn_cu_decode(cu, stream, &kv, &rows, heads, dq + t * row * 2, scratch, z + t * row * 2));
+        }
         uint16_t *one = cu_get(z, n * 2);
         float *wide_one = floats_of(one, n);
         close_to(wide_one, want, n, 4e-4, "decode attention");
         clean_behind(one + n, "decode attention");
         krn_cuda_ptr last = cu_alloc(row * 2);
-        NEED(krn_cu_decode(cu, stream, &kv, keys - 1, 1, heads, dq + (tokens - 1) * row * 2, scratch, last));
+        const struct krn_cu_rows end = rows_of(&kv, keys - 1, 1);
+        NEED(krn_cu_decode(cu, stream, &kv, &end, heads, dq + (tokens - 1) * row * 2, scratch, last));
         uint16_t *alone = cu_get(last, row * 2);
         same(alone, one + (tokens - 1) * row, row * 2, "decode attention alone");
         free(alone), free(one), free(wide_one), free(got), free(wide), free(q), free(qh), free(want), free(k),
@@ -828,15 +882,15 @@ static void test_token_attention(void)
             .table = cu_alloc(hd * 4),
             .scratch = cu_alloc(krn_cu_decode_scratch_bytes(kv.ctx, 1, heads, hd)),
             .y_f16 = cu_alloc(row),
-            .position = position,
+            .rows = rows_of(&kv, position, 1),
             .heads = heads,
             .eps = 1e-6f,
         };
-        NEED(krn_cu_rope_table(cu, stream, position, 1, hd, 1e6f, h.table));
+        NEED(krn_cu_rope_rows(cu, stream, &h.rows, hd, 1e6f, h.table));
         NEED(krn_cu_token_attention(cu, stream, &kv, &h));
         NEED(krn_cu_qkv(cu, stream, &other, position, 1, heads, h.q, h.k, h.v, h.q_weight, h.k_weight, 1e-6f,
                         h.table, q16));
-        NEED(krn_cu_decode(cu, stream, &other, position, 1, heads, q16, h.scratch, y));
+        NEED(krn_cu_decode(cu, stream, &other, &h.rows, heads, q16, h.scratch, y));
         void *got = cu_get(h.y_f16, row), *want = cu_get(y, row), *ka = cu_get(kv.k, cache),
              *kb = cu_get(other.k, cache), *va = cu_get(kv.v, cache), *vb = cu_get(other.v, cache);
         same(got, want, row, "attention from projections");
@@ -845,6 +899,138 @@ static void test_token_attention(void)
         same(va, vb, cache, "its values");
         free(got), free(want), free(ka), free(kb), free(va), free(vb), free(k), free(v), free(q), free(nk),
             free(nv), free(w);
+        cu_free_all();
+    }
+}
+
+/* Tokens of several sequences in one KV memory: each gets the bits that it gets alone. */
+static void test_token_rows(void)
+{
+    static const struct {
+        uint32_t hd, heads, kv_heads, rows;
+        uint32_t position[6];
+    } cases[] = {{128, 8, 1, 6, {0, 127, 128, 300, 5000, 255}},
+                 {64, 40, 2, 3, {1, 700, 64}},
+                 {128, 4, 4, 5, {2500, 2500, 12, 9000, 256}}};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const uint32_t hd = cases[c].hd, heads = cases[c].heads, kv_heads = cases[c].kv_heads,
+                       rows = cases[c].rows;
+        uint32_t most = 0, used = 0, *order;
+        for (uint32_t r = 0; r < rows; r++) {
+            most = cases[c].position[r] > most ? cases[c].position[r] : most;
+            used += blocks_for(cases[c].position[r] + 1);
+        }
+        const uint32_t ctx = (used + 1) * KRN_CU_KV_BLOCK;
+        const size_t cells = (size_t)ctx * kv_heads * hd, nq = (size_t)rows * heads * hd,
+                     nk = (size_t)rows * kv_heads * hd;
+        float *cache = krn_rand_floats(&rng, cells, 2), *q = krn_rand_floats(&rng, nq, 2),
+              *k = krn_rand_floats(&rng, nk, 2), *v = krn_rand_floats(&rng, nk, 1),
+              *w = krn_rand_floats(&rng, 2 * hd, 1);
+        uint16_t *half = f16_round(cache, cells);
+        const krn_cuda_ptr blocks = scattered(used, 1, &order);
+        struct krn_cu_kv kv = {cu_copy(half, cells * 2), cu_copy(half, cells * 2), 0, ctx, kv_heads, hd};
+        struct krn_cu_kv alone_kv = {
+            cu_copy(half, cells * 2), cu_copy(half, cells * 2), 0, ctx, kv_heads, hd};
+        struct krn_cu_row row[6];
+        uint32_t first = 0;
+        for (uint32_t r = 0; r < rows; r++) {
+            row[r] = (struct krn_cu_row){.blocks = blocks + first * 4, .position = cases[c].position[r]};
+            first += blocks_for(cases[c].position[r] + 1);
+        }
+        struct krn_cu_token_heads h = {
+            .q = cu_copy(q, nq * 4),
+            .k = cu_copy(k, nk * 4),
+            .v = cu_copy(v, nk * 4),
+            .q_weight = cu_copy(w, hd * 4),
+            .k_weight = cu_copy(w + hd, hd * 4),
+            .table = cu_alloc((size_t)rows * hd * 4),
+            .scratch = cu_alloc(krn_cu_decode_scratch_bytes(most + 1, rows, heads, hd)),
+            .y_f16 = cu_alloc(nq * 2),
+            .rows = {cu_copy(row, rows * sizeof *row), rows, most},
+            .heads = heads,
+            .eps = 1e-6f,
+        };
+        NEED(krn_cu_rope_rows(cu, stream, &h.rows, hd, 1e6f, h.table));
+        NEED(krn_cu_token_attention(cu, stream, &kv, &h));
+        uint16_t *together = cu_get(h.y_f16, nq * 2);
+        clean_behind(together + nq, "attention of several tokens");
+        for (uint32_t r = 0; r < rows; r++) {
+            struct krn_cu_token_heads one = h;
+            one.q += (krn_cuda_ptr)r * heads * hd * 4;
+            one.k += (krn_cuda_ptr)r * kv_heads * hd * 4;
+            one.v += (krn_cuda_ptr)r * kv_heads * hd * 4;
+            one.table = cu_alloc(hd * 4);
+            one.y_f16 = cu_alloc((size_t)heads * hd * 2);
+            one.rows = (struct krn_cu_rows){h.rows.at + r * sizeof *row, 1, cases[c].position[r]};
+            NEED(krn_cu_rope_rows(cu, stream, &one.rows, hd, 1e6f, one.table));
+            NEED(krn_cu_token_attention(cu, stream, &alone_kv, &one));
+            void *alone = cu_get(one.y_f16, (size_t)heads * hd * 2);
+            same(alone, together + (size_t)r * heads * hd, (size_t)heads * hd * 2, "attention alone");
+            free(alone);
+        }
+        void *ka = cu_get(kv.k, cells * 2), *kb = cu_get(alone_kv.k, cells * 2),
+             *va = cu_get(kv.v, cells * 2), *vb = cu_get(alone_kv.v, cells * 2);
+        same(ka, kb, cells * 2, "keys of several tokens");
+        same(va, vb, cells * 2, "values of several tokens");
+        free(ka), free(kb), free(va), free(vb), free(cache), free(q), free(k), free(v), free(w), free(half),
+            free(order), free(together);
+        cu_free_all();
+    }
+}
+
+/* Several tokens' choices: each as alone. */
+static void test_router_rows(void)
+{
+    static const struct {
+        uint32_t experts, top_k, hidden, tokens;
+    } cases[] = {{128, 8, 2048, 5}, {8, 2, 48, KRN_CU_ROWS_MAX}, {1024, 10, 80, 3}};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const uint32_t E = cases[c].experts, K = cases[c].top_k, H = cases[c].hidden, T = cases[c].tokens;
+        float *x = krn_rand_floats(&rng, (size_t)T * H, 3), *norm = krn_rand_floats(&rng, H, 1),
+              *m = krn_rand_floats(&rng, (size_t)E * H, 1);
+        uint64_t *resident = krn_alloc(E * 8);
+        for (uint32_t e = 0; e < E; e++)
+            resident[e] = e % 3 ? 4096 + e : 0;
+        struct krn_cu_token_route r = {
+            .x = cu_copy(x, (size_t)T * H * 4),
+            .norm = cu_copy(norm, H * 4),
+            .w = cu_copy(m, (size_t)E * H * 4),
+            .scores = cu_alloc((size_t)T * E * 4),
+            .ids = cu_alloc((size_t)T * K * 4),
+            .weights = cu_alloc((size_t)T * K * 4),
+            .blobs = cu_alloc((size_t)T * K * 8),
+            .resident = cu_copy(resident, E * 8),
+            .tokens = T,
+            .hidden = H,
+            .experts = E,
+            .top_k = K,
+            .eps = 1e-6f,
+            .renorm = true,
+        };
+        NEED(krn_cu_token_router(cu, stream, &r));
+        uint32_t *ids = cu_get(r.ids, (size_t)T * K * 4);
+        float *w = cu_get(r.weights, (size_t)T * K * 4);
+        uint64_t *blobs = cu_get(r.blobs, (size_t)T * K * 8);
+        clean_behind(ids + T * K, "tokens' ids");
+        clean_behind(w + T * K, "tokens' weights");
+        clean_behind(blobs + T * K, "tokens' addresses");
+        for (uint32_t t = 0; t < T; t += c == 1 ? 9 : 1) {
+            struct krn_cu_token_route one = r;
+            one.x += (krn_cuda_ptr)t * H * 4;
+            one.tokens = 1;
+            one.scores = cu_alloc((size_t)E * 4);
+            one.ids = cu_alloc(K * 4);
+            one.weights = cu_alloc(K * 4);
+            one.blobs = cu_alloc(K * 8);
+            NEED(krn_cu_token_router(cu, stream, &one));
+            void *i1 = cu_get(one.ids, K * 4), *w1 = cu_get(one.weights, K * 4),
+                 *b1 = cu_get(one.blobs, K * 8);
+            same(i1, ids + t * K, K * 4, "choice alone");
+            same(w1, w + t * K, K * 4, "weights alone");
+            same(b1, blobs + t * K, K * 8, "addresses alone");
+            free(i1), free(w1), free(b1);
+        }
+        free(x), free(norm), free(m), free(resident), free(ids), free(w), free(blobs);
         cu_free_all();
     }
 }
@@ -891,6 +1077,7 @@ static void test_token_router(void)
                 .resident = cu_copy(resident, E * 8),
                 .publication = &where,
                 .predicted_ids = cu_copy(next, K * 4),
+                .tokens = 1,
                 .hidden = H,
                 .experts = E,
                 .top_k = K,
@@ -936,6 +1123,8 @@ static void test_token(void)
 {
     test_product();
     test_token_attention();
+    test_token_rows();
+    test_router_rows();
     test_token_router();
 }
 
