@@ -24,6 +24,12 @@ struct inf_cuda_layer {
     struct krn_cu_expert_shape experts;
 };
 
+/* Where a pass's keys and values are: of each span its row (for generated tokens), then the spans' tables. */
+struct inf_cuda_map {
+    struct krn_cu_row row[INF_SPANS_MAX];
+    uint32_t block[];
+};
+
 /* Where everything of a chunk is; offsets until they are placed. */
 struct inf_cuda_act {
     krn_cuda_ptr x, normed, normed16; /* float, float, f16 [t][hidden] */
@@ -33,6 +39,7 @@ struct inf_cuda_act {
     krn_cuda_ptr ids, weights, slots; /* [t * top_k] */
     krn_cuda_ptr predicted_ids, predicted_weights;
     krn_cuda_ptr counts, offsets, hist, predicted_hist, plan;
+    krn_cuda_ptr map;           /* struct inf_cuda_map */
     krn_cuda_ptr dense, decode; /* scratch */
     krn_cuda_ptr logits;        /* float [INF_CUDA_LOGIT_ROWS][vocab] */
 };
@@ -69,15 +76,16 @@ struct inf_cuda {
 
     uint32_t chunk;
     struct inf_cuda_act act;
-    struct krn_cu_kv *kv;           /* [layers], of all blocks, f16; NULL until opened */
-    krn_cuda_ptr kv_memory;         /* of each layer keys, then values; of each KV head block after block */
-    uint8_t *kv_stage;              /* pinned, of a block; NULL until wanted */
-    uint32_t rope_first, rope_rows; /* positions that act.rope holds */
+    struct krn_cu_kv *kv;   /* [layers], of all blocks, f16; NULL until opened */
+    krn_cuda_ptr kv_memory; /* of each layer keys, then values; of each KV head block after block */
+    uint8_t *kv_stage;      /* pinned, of a block; NULL until wanted */
+    krn_cuda_ptr table[INF_SPANS_MAX]; /* of the pass's spans, in act.map */
     krn_cuda_ptr memory;
-    uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits */
+    uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits, then a map */
     krn_cuda_ptr host_device;
     uint32_t *host_ids, *host_counts;
     float *host_logits;
+    struct inf_cuda_map *host_map;
     uint32_t *routes; /* [2][chunk * top_k], ids and weights; NULL until wanted */
 
     _Atomic uint32_t *done; /* operations that the stream has passed, low half of `ops` */

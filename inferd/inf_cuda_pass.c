@@ -13,7 +13,6 @@
 #define PREDICT_ALL    2048u
 #define PREDICT_SAMPLE 1024u
 #define PREDICT_PIECES 4u
-#define ROPE_AHEAD     64u /* rows of the rotary table that are made together for generated tokens */
 
 /* A step's operations on the stream; the first failure ends it. */
 #define TRY(call)                                                                                            \
@@ -36,47 +35,55 @@ static int begin(struct inf_cuda *c, struct shm_error *err)
     return rc ? inf_cuda_failed(c, rc, err) : 0;
 }
 
-/* The kernels know keys and values that follow each other. */
-static int check_spans(const struct inf_pass *p, struct shm_error *err)
+/* Tells the kernels where the spans' keys and values are. The host's memory is the caller's again: no earlier
+ * pass reads it any more. */
+static int map_spans(struct inf_cuda *c, const struct inf_pass *p)
 {
-    if (p->generated && p->spans > 1)
-        return shm_error_set(err, ENOTSUP, "this GPU's kernels take one generated token a pass");
+    struct inf_cuda_map *map = c->host_map;
+    uint32_t n = 0;
     for (uint32_t i = 0; i < p->spans; i++) {
         const struct inf_pass_span *s = &p->span[i];
-        for (uint32_t k = 1; k < inf_kv_blocks(s->position + s->tokens); k++)
-            if (s->kv->block[k] != s->kv->block[0] + k)
-                return shm_error_set(err, ENOTSUP,
-                                     "this GPU's kernels take keys and values in blocks that follow each "
-                                     "other: have one conversation");
+        const uint32_t blocks = inf_kv_blocks(s->position + s->tokens);
+        c->table[i] = c->act.map + offsetof(struct inf_cuda_map, block) + n * sizeof map->block[0];
+        map->row[i] = (struct krn_cu_row){.blocks = c->table[i], .position = s->position};
+        memcpy(map->block + n, s->kv->block, blocks * sizeof map->block[0]);
+        n += blocks;
     }
-    return 0;
+    const uint32_t words = offsetof(struct inf_cuda_map, block) / sizeof map->block[0] + n;
+    return krn_cu_words(c->cu, c->stream, c->host_device + (krn_cuda_ptr)((uint8_t *)map - c->host), words,
+                        c->act.map);
 }
 
-static struct krn_cu_kv kv_of(const struct inf_cuda *c, const struct inf_pass_span *s, uint32_t layer)
+static struct krn_cu_kv kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer)
 {
     struct krn_cu_kv kv = c->kv[layer];
-    const uint64_t offset = (uint64_t)s->kv->block[0] * INF_KV_BLOCK * kv.head_dim * 2;
-    kv.k += offset;
-    kv.v += offset;
+    kv.blocks = c->table[span];
     return kv;
 }
 
-/* Angles of all rows. Generated tokens follow each other: a table serves many. */
+/* Generated tokens of a pass. */
+static struct krn_cu_rows rows_of(const struct inf_cuda *c, const struct inf_pass *p)
+{
+    struct krn_cu_rows rows = {.at = c->act.map, .tokens = p->spans};
+    for (uint32_t i = 0; i < p->spans; i++)
+        if (p->span[i].position > rows.position_most)
+            rows.position_most = p->span[i].position;
+    return rows;
+}
+
+/* Angles of all rows. */
 static int rope(struct inf_cuda *c, const struct inf_pass *p)
 {
     const struct inf_model *m = c->model;
-    const uint32_t position = p->span[0].position;
+    const uint32_t head_dim = m->shape.head_dim;
     int rc = 0;
-    if (p->spans == 1 && decodes(p) && position - c->rope_first < c->rope_rows)
-        return 0;
-    c->rope_first = position;
-    c->rope_rows = p->spans > 1 ? 0 : p->tokens;
-    if (p->spans == 1 && decodes(p))
-        c->rope_rows = c->chunk < ROPE_AHEAD ? c->chunk : ROPE_AHEAD;
+    if (decodes(p)) {
+        const struct krn_cu_rows rows = rows_of(c, p);
+        return krn_cu_rope_rows(c->cu, c->stream, &rows, head_dim, m->hparams.rope_base, c->act.rope);
+    }
     for (uint32_t i = 0, row = 0; i < p->spans && !rc; row += p->span[i++].tokens)
-        rc = krn_cu_rope_table(c->cu, c->stream, p->span[i].position,
-                               c->rope_rows ? c->rope_rows : p->span[i].tokens, m->shape.head_dim,
-                               m->hparams.rope_base, c->act.rope + (uint64_t)row * m->shape.head_dim * 4);
+        rc = krn_cu_rope_table(c->cu, c->stream, p->span[i].position, p->span[i].tokens, head_dim,
+                               m->hparams.rope_base, c->act.rope + (uint64_t)row * head_dim * 4);
     return rc;
 }
 
@@ -85,16 +92,17 @@ int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_er
     struct inf_cuda *c = inf_cuda_of(d);
     uint64_t at_ns = shm_now_ns();
     int rc = begin(c, err);
-    if (rc || (rc = check_spans(p, err)))
+    if (rc)
         return rc;
     inf_cuda_profile_begin(c);
     memcpy(c->host_ids, p->ids, p->tokens * sizeof *p->ids); /* no earlier pass reads them any more */
+    TRY(map_spans(c, p));
     TRY(krn_cu_embed(c->cu, c->stream, &c->embed, c->host_device, p->tokens, c->act.x));
     TRY(rope(c, p));
     inf_cuda_stamp(c, INF_STEP_HEAD);
     c->layer_now = 0;
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
-    return inf_cuda_spend(c, p, NULL, 1 + p->spans, err);
+    return inf_cuda_spend(c, p, NULL, 2 + p->spans, err);
 }
 
 static int dense(struct inf_cuda *c, const struct inf_pass *p, const struct krn_cu_matrix *m,
@@ -103,14 +111,13 @@ static int dense(struct inf_cuda *c, const struct inf_pass *p, const struct krn_
     return krn_cu_dense(c->cu, c->stream, m, x16, p->tokens, add, c->act.dense, y);
 }
 
-/* A generated token: projections, then everything until the attention's output, then its projection. */
+/* Generated tokens: projections, then everything until the attention's output, then its projection. */
 static int token_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer,
                            struct shm_error *err)
 {
     const struct inf_cuda_act *a = &c->act;
     const struct inf_cuda_layer *l = &c->layer[layer];
-    const struct inf_pass_span *span = &p->span[0];
-    const struct krn_cu_kv kv = kv_of(c, span, layer);
+    const struct krn_cu_kv *kv = &c->kv[layer];
     const float eps = c->model->hparams.rms_eps;
     const struct krn_cu_product product = {.m = {&l->q, &l->k, &l->v},
                                            .y = {a->q, a->k, a->v},
@@ -118,23 +125,22 @@ static int token_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_
                                            .x = a->x,
                                            .norm = l->attn_norm,
                                            .eps = eps,
-                                           .tokens = 1};
+                                           .tokens = p->tokens};
     const struct krn_cu_token_heads heads = {.q = a->q,
                                              .k = a->k,
                                              .v = a->v,
                                              .q_weight = l->q_norm,
                                              .k_weight = l->k_norm,
-                                             .table = a->rope + (uint64_t)(span->position - c->rope_first) *
-                                                                    c->model->shape.head_dim * 4,
+                                             .table = a->rope,
                                              .scratch = a->decode,
                                              .y_f16 = a->y16,
-                                             .position = span->position,
+                                             .rows = rows_of(c, p),
                                              .heads = c->model->shape.heads,
                                              .eps = eps};
     int rc;
     TRY(krn_cu_gemv_of(c->cu, c->stream, &product));
-    TRY(krn_cu_token_attention(c->cu, c->stream, &kv, &heads));
-    TRY(krn_cu_gemv(c->cu, c->stream, &l->output, a->y16, 1, true, a->x));
+    TRY(krn_cu_token_attention(c->cu, c->stream, kv, &heads));
+    TRY(krn_cu_gemv(c->cu, c->stream, &l->output, a->y16, p->tokens, true, a->x));
     return 0;
 }
 
@@ -149,7 +155,7 @@ static int prompt_attention(struct inf_cuda *c, const struct inf_pass *p, uint32
     int rc;
     for (uint32_t i = 0; i < p->spans; i++) {
         const struct inf_pass_span *span = &p->span[i];
-        const struct krn_cu_kv cache = kv_of(c, span, layer);
+        const struct krn_cu_kv cache = kv_of(c, i, layer);
         const krn_cuda_ptr q16 = a->q16 + q * 2;
         TRY(krn_cu_qkv(c->cu, c->stream, &cache, span->position, span->tokens, s->heads, a->q + q * 4,
                        a->k + kv * 4, a->v + kv * 4, l->q_norm, l->k_norm, c->model->hparams.rms_eps,
@@ -337,8 +343,9 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
     return 0;
 }
 
-/* A generated token: the router in one launch; experts that are all in reach in two more, which add to the
- * residual. Else the residents, then group by group, then what they add up to: the same bits. */
+/* Generated tokens: the router in one launch, and, of several, another one that publishes; experts that are
+ * all in reach in two more, which add to the residual. Else the residents, then group by group, then what
+ * they add up to: the same bits. */
 static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, bool predicts,
                          struct shm_error *err)
 {
@@ -350,6 +357,8 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
     const bool together = !waits || groups_together(c, p) == c->geometry.groups_per_layer;
     struct krn_cu_publication publication = {0};
     int rc;
+    const struct krn_cu_groups groups = groups_of(c, p);
+    const bool single = p->tokens == 1;
     if (p->stream)
         publication = publication_of(c, p, layer, predicts);
     const struct krn_cu_token_route route = {
@@ -361,23 +370,27 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
         .weights = a->weights,
         .blobs = a->plan,
         .resident = c->resident_table ? c->resident_table + (uint64_t)layer * s->experts * 8 : 0,
-        .predicted_ids = predicts ? a->predicted_ids : 0,
-        .publication = p->stream ? &publication : NULL,
+        .predicted_ids = predicts && single ? a->predicted_ids : 0,
+        .publication = p->stream && single ? &publication : NULL,
+        .tokens = p->tokens,
         .hidden = s->hidden,
         .experts = s->experts,
         .top_k = s->top_k,
         .eps = eps,
         .renorm = c->model->hparams.norm_topk != 0};
     TRY(krn_cu_token_router(c->cu, c->stream, &route));
+    if (p->stream && !single)
+        TRY(krn_cu_group(c->cu, c->stream, a->ids, predicts ? a->predicted_ids : 0, p->tokens, s->experts,
+                         s->top_k, &publication, &groups));
     inf_cuda_stamp(c, INF_STEP_ROUTER);
-    if ((rc = inf_cuda_spend(c, p, p->stream, 1, err)) ||
+    if ((rc = inf_cuda_spend(c, p, p->stream, single ? 1 : 4, err)) ||
         (p->on_routes && (rc = show_routes(c, p, layer, err))))
         return rc;
     if (p->on_layer)
         p->on_layer(p->ctx, layer);
     struct krn_cu_expert_run run = {.shape = &l->experts,
                                     .resident = route.resident,
-                                    .tokens = 1,
+                                    .tokens = p->tokens,
                                     .decode = true,
                                     .ids = a->ids,
                                     .x_f32 = a->x,
@@ -396,7 +409,7 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
     if (waits && (rc = streamed(c, p, layer, run, err)))
         return rc;
     if (!together)
-        TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, 1, s->top_k, s->hidden, a->x));
+        TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, p->tokens, s->top_k, s->hidden, a->x));
     inf_cuda_stamp(c, INF_STEP_EXPERTS);
     return inf_cuda_spend(c, p, p->stream, 3, err);
 }

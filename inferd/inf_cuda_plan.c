@@ -149,6 +149,12 @@ static uint64_t most(uint64_t a, uint64_t b)
     return a > b ? a : b;
 }
 
+/* Of struct inf_cuda_map, each span as long as the context. */
+static uint64_t map_bytes(uint32_t ctx)
+{
+    return sizeof(struct inf_cuda_map) + (uint64_t)INF_SPANS_MAX * inf_kv_blocks(ctx) * 4;
+}
+
 /* Everything that a chunk of t tokens needs; base 0 gives the bytes alone. */
 static uint64_t place(const struct inf_cuda *c, uint64_t t, uint32_t ctx, krn_cuda_ptr base,
                       struct inf_cuda_act *ret_act)
@@ -195,7 +201,8 @@ static uint64_t place(const struct inf_cuda *c, uint64_t t, uint32_t ctx, krn_cu
         {&a.predicted_hist, hist},
         {&a.plan, krn_cu_plan_bytes((uint32_t)t, s->top_k, s->experts)},
         {&a.dense, dense},
-        {&a.decode, krn_cu_decode_scratch_bytes(ctx, 1, s->heads, s->head_dim)},
+        {&a.map, map_bytes(ctx)},
+        {&a.decode, krn_cu_decode_scratch_bytes(ctx, INF_SPANS_MAX, s->heads, s->head_dim)},
         {&a.logits, INF_CUDA_LOGIT_ROWS * (uint64_t)c->model->hparams.vocab * 4},
     };
     uint64_t at = 0;
@@ -234,21 +241,22 @@ static uint32_t fit_chunk(const struct inf_cuda *c, uint32_t wanted, uint32_t ct
 }
 
 /* Pinned memory for what passes between host and device in small pieces. */
-static int make_host(struct inf_cuda *c)
+static int make_host(struct inf_cuda *c, uint32_t ctx)
 {
     const struct inf_model *m = c->model;
     uint64_t ids = ((uint64_t)c->chunk * 4 + 255) & ~UINT64_C(255);
     uint64_t counts = (m->shape.experts * UINT64_C(4) + 255) & ~UINT64_C(255);
+    uint64_t logits = (INF_CUDA_LOGIT_ROWS * (uint64_t)m->hparams.vocab * 4 + 255) & ~UINT64_C(255);
     void *memory;
-    int rc =
-        KRN_CUDA(host_alloc, &memory, ids + counts + INF_CUDA_LOGIT_ROWS * (uint64_t)m->hparams.vocab * 4,
-                 KRN_CUDA_HOST_PORTABLE | KRN_CUDA_HOST_DEVICEMAP);
+    int rc = KRN_CUDA(host_alloc, &memory, ids + counts + logits + map_bytes(ctx),
+                      KRN_CUDA_HOST_PORTABLE | KRN_CUDA_HOST_DEVICEMAP);
     if (rc)
         return rc;
     c->host = memory;
     c->host_ids = memory;
     c->host_counts = (uint32_t *)(void *)(c->host + ids);
     c->host_logits = (float *)(void *)(c->host + ids + counts);
+    c->host_map = (struct inf_cuda_map *)(void *)(c->host + ids + counts + logits);
     return KRN_CUDA(host_pointer, &c->host_device, memory, 0);
 }
 
@@ -300,7 +308,7 @@ int inf_cuda_plan(struct inf_device *d, uint32_t conversations, uint32_t *chunk,
     if (rc)
         c->memory = 0;
     else
-        rc = make_host(c);
+        rc = make_host(c, context);
     if (rc)
         return krn_cuda_explain(rc, "activation memory", err);
     place(c, c->chunk, context, c->memory, &c->act);

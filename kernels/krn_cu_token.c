@@ -342,7 +342,10 @@ int krn_cu_token_experts(struct krn_cu_token *t, void *stream, const struct krn_
 
 uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim)
 {
-    return (uint64_t)div_up(ctx, KRN_CU_SPLIT_KEYS) * tokens * heads * (head_dim + 4) * sizeof(float);
+    /* Parts are no more than SPLIT_BLOCKS over the blocks of each, which take up to SPLIT_HEADS heads. */
+    const uint32_t parts = div_up(ctx, KRN_CU_SPLIT_KEYS), blocks = div_up(heads, KRN_CU_SPLIT_HEADS),
+                   most = blocks > KRN_CU_SPLIT_BLOCKS ? 1 : KRN_CU_SPLIT_BLOCKS / blocks;
+    return (uint64_t)(parts < most ? parts : most) * tokens * heads * (head_dim + 4) * sizeof(float);
 }
 
 /* Parts of so many keys (krn_cu_decode.cu). */
