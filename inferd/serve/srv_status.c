@@ -2,11 +2,13 @@
 /* /v1/status and /metrics. */
 #include "inferd/serve/srv_server.h"
 
+#include "proto/prt_mps.h"
 #include "shm/shm_bell.h"
 #include "shm/shm_word.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 struct jobs {
@@ -46,6 +48,14 @@ static json_t *expertd_json(const struct srv_server *s, const struct srv_status 
                      shm_held_off_text(held_off), "attach_ms", (double)t->attach_ns / 1e6);
 }
 
+/* Whether workers that share this one's GPU would do so by MPS; null on the host device. */
+static json_t *mps_json(const struct srv_info *info)
+{
+    char where[256];
+    return strncmp(info->device, "host", 4) == 0 ? json_null()
+                                                 : json_boolean(prt_mps_found(where, sizeof where));
+}
+
 json_t *srv_status_json(struct srv_server *s)
 {
     struct srv_status *t = malloc(sizeof *t);
@@ -65,13 +75,13 @@ json_t *srv_status_json(struct srv_server *s)
     if (info)
         json_object_set_new(
             j, "worker",
-            json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "model",
-                      srv_model_name(s), "device", info->device, "device_note", info->device_note, "ctx",
-                      (json_int_t)info->ctx, "chunk", (json_int_t)info->chunk, "kv_tokens",
-                      (json_int_t)info->kv_tokens, "parallel", (json_int_t)info->parallel, "layers",
-                      (json_int_t)info->layers, "experts", (json_int_t)info->experts, "experts_used",
-                      (json_int_t)info->experts_used, "vocab", (json_int_t)info->vocab, "chat_template",
-                      s->chat ? inf_template_name(s->chat) : NULL));
+            json_pack("{s:o, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "mps",
+                      mps_json(info), "model", srv_model_name(s), "device", info->device, "device_note",
+                      info->device_note, "ctx", (json_int_t)info->ctx, "chunk", (json_int_t)info->chunk,
+                      "kv_tokens", (json_int_t)info->kv_tokens, "parallel", (json_int_t)info->parallel,
+                      "layers", (json_int_t)info->layers, "experts", (json_int_t)info->experts,
+                      "experts_used", (json_int_t)info->experts_used, "vocab", (json_int_t)info->vocab,
+                      "chat_template", s->chat ? inf_template_name(s->chat) : NULL));
     json_object_set_new(j, "residency",
                         json_pack("{s:I, s:I, s:I}", "experts_per_layer", (json_int_t)t->resident, "bytes",
                                   (json_int_t)t->resident_bytes, "activation_bytes",
