@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 
+import pytest
 from conftest import SLOW, prompts
 from serving import Server, stream
 
@@ -88,6 +89,7 @@ def test_an_answer_does_not_depend_on_the_others(world):
     assert t["step_sequences"] > 1.5 * t["steps"], t
 
 
+@pytest.mark.slow
 def test_long_prompts_go_by_pieces_beside_answers(world):
     world.expertd()
     server = Server(world, "--answer-gap-ms", "30")
