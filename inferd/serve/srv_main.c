@@ -129,6 +129,7 @@ static void on_state(evutil_socket_t fd, short what, void *ctx)
     if (read(fd, &n, sizeof n) < 0 && errno != EAGAIN)
         return;
     enum srv_state state = srv_engine_state(v->server.engine);
+    srv_status_count(&v->server);
     if (state == SRV_READY) {
         become_ready(v);
         note(v);
@@ -224,6 +225,7 @@ static void on_beat(evutil_socket_t fd, short what, void *ctx)
     (void)fd;
     (void)what;
     srv_answers_beat(&v->server);
+    srv_status_count(&v->server);
 }
 
 /* Accepted requests finish; others get 503, or (no longer listening) wait in the socket's queue. */
@@ -383,6 +385,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
         close(fd);
         return rc ? rc : -ENOMEM;
     }
+    srv_queue_show(s->queue, srv_stats_segment(s->stats));
     const struct srv_http_config http = {.fd = fd,
                                          .header_max = (size_t)o->header_kb << 10,
                                          .body_max = (size_t)o->body_mb << 20,

@@ -117,6 +117,7 @@ int srv_ready(struct srv_server *s, struct srv_refusal *refusal);
 
 /* srv_status.c */
 json_t *srv_status_json(struct srv_server *s);
+void srv_status_count(struct srv_server *s); /* what others than the queue and srv_stats know */
 char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes); /* free() */
 
 /* Reads a file of keys, one a line; '#' begins a comment. */
