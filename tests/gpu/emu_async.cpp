@@ -31,6 +31,7 @@ alignas(1024) uint8_t emu_seen[EMU_SHARED_BYTES];
 static std::vector<thread_state> threads;
 static std::vector<emu_box> boxes;
 static uint64_t seed, state;
+static bool clean; // emu_seen is as emu_shared was when a block without a seed began
 
 static thread_state &mine()
 {
@@ -64,8 +65,7 @@ uint32_t emu_random(uint32_t below) // splitmix64
 
 void emu_async_block(unsigned n, uint64_t number)
 {
-    threads.clear();
-    threads.resize(n);
+    threads.assign(n, thread_state());
     boxes.clear();
     if (emu_seeded()) {
         state = seed * 0x100000001b3u + number;
@@ -76,7 +76,9 @@ void emu_async_block(unsigned n, uint64_t number)
     } else {
         memset(emu_shared, 0xff, EMU_SHARED_BYTES);
     }
-    memcpy(emu_seen, emu_shared, EMU_SHARED_BYTES);
+    if (!clean)
+        memcpy(emu_seen, emu_shared, EMU_SHARED_BYTES);
+    clean = !seed;
 }
 
 static void fail(const char *what)
@@ -137,6 +139,7 @@ void emu_wait(unsigned left)
 void emu_see()
 {
     thread_state &t = mine();
+    clean = false;
     for (void *at : t.unseen)
         memcpy(emu_seen + ((uint8_t *)at - emu_shared), at, 16);
     t.unseen.clear();
@@ -146,6 +149,7 @@ void emu_see()
 
 static void land(const emu_box &b)
 {
+    clean = false;
     const uint64_t *m = b.map, rows = m[6] * m[7];
     for (uint64_t r = 0; r < rows; r++)
         for (uint64_t c = 0; c < 64; c++) {
@@ -290,6 +294,8 @@ void emu_product_wait(unsigned left)
     thread_state &t = mine();
     if (t.committed.size() <= left)
         return;
+    while (seed && emu_random(8)) // what this thread said before it waits, others may act on
+        emu_yield();
     size_t done = 0;
     for (; t.committed.size() > left; t.committed.erase(t.committed.begin()))
         done += t.committed[0];

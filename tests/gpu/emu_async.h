@@ -55,7 +55,8 @@ void emu_box_issue(const emu_box &box);
 void emu_product_issue(const emu_product &p);
 void emu_product_commit();
 void emu_product_wait(unsigned left);
-/* emu_run.cpp's part of a barrier's arrival (bytes: of the copy engine, they came). */
+void emu_yield(); /* emu_run.cpp */
+/* Its part of a barrier's arrival (bytes: of the copy engine, they came). */
 void emu_barrier_count(uint32_t barrier, unsigned arrivals, int32_t bytes);
 
 #endif

@@ -183,9 +183,9 @@ static inline uint32_t __ballot_sync(uint32_t, bool p)
         r |= (uint32_t)(*all)[i][0] << i;
     return r;
 }
-static inline uint32_t atomicAdd(uint32_t *p, uint32_t x)
+template <class T> static inline T atomicAdd(T *p, T x)
 {
-    uint32_t old = *p;
+    T old = *p;
     *p += x;
     return old;
 }

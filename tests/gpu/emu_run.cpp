@@ -20,7 +20,7 @@ struct fiber {
 
 struct warp {
     emu_lanes lanes[2]; // in turn: the last exchange may still be read while the next one fills
-    unsigned arrived, alive, still; // still: turns that it stands
+    unsigned arrived, alive, still; // still: times that its threads are passed over
     uint64_t turn;
 };
 
@@ -53,7 +53,7 @@ static void yield()
     emu_async_turn();
     if (emu_seeded() && me->x % 32 == 31) { // another warp next; this one may stand for long
         if (emu_random(64) == 0)
-            warps[me->x / 32].still = emu_random(200);
+            warps[me->x / 32].still = emu_random(4000);
         at = emu_random((uint32_t)warps.size()) * 32 + n - 1;
     }
     for (size_t step = 1; step <= 2 * n; step++) {
@@ -62,7 +62,7 @@ static void yield()
             continue;
         warp &w = warps[f.x / 32];
         if (w.still && step < n) {
-            w.still -= f.x % 32 == 31;
+            w.still--;
             continue;
         }
         if (&f == me)

@@ -9,8 +9,6 @@
 
 #include "tests/gpu/emu_async.h"
 
-void emu_yield(); /* emu_run.cpp */
-
 /* Both rows of 16 that a lane's registers and its neighbours' hold of a. */
 static inline void emu_rows(const uint32_t *a, float (&A)[2][16])
 {
@@ -23,8 +21,8 @@ static inline void emu_rows(const uint32_t *a, float (&A)[2][16])
         }
 }
 
-static inline void emu_product_of(emu_kind kind, float *d, int n, const uint32_t *a, uint64_t a_view, uint64_t b,
-                                  bool add)
+static inline void emu_product_of(emu_kind kind, float *d, int n, const uint32_t *a, uint64_t a_view,
+                                  uint64_t b, bool add)
 {
     emu_product p = {kind, d, n, add, a == nullptr, a_view, b, {}, a, emu_lane(), emu_thread.x / 32};
     if (a)
@@ -63,6 +61,8 @@ static inline void wg_commit()
 template <int N> static inline void wg_wait()
 {
     emu_product_wait(N);
+    if (emu_seeded()) /* a warp waits as a whole */
+        __syncwarp();
 }
 template <int N> static inline void wg_pin(float (&)[N]) {}
 static inline void products_see()

@@ -111,8 +111,8 @@ static void experts(const char *up_name, const char *down_name, uint32_t tokens,
     const size_t hist = krn_cu_hist_bytes(tokens, TOP_K, count),
                  plan = krn_cu_plan_bytes(tokens, TOP_K, count), rows = slots * WIDTH * 2,
                  out = slots * HIDDEN * 4;
-    const struct krn_cu_groups groups = {cu_alloc(count * 4), cu_alloc(count * 4 + 4), cu_alloc(slots * 4),
-                                         cu_alloc(hist), 0, 0};
+    const struct krn_cu_groups groups = {
+        cu_alloc(count * 4), cu_alloc(count * 4 + 4), cu_alloc(slots * 4), cu_alloc(hist), 0, 0};
     struct krn_cu_expert_run run = {.shape = &shape,
                                     .groups = &groups,
                                     .resident = cu_copy(address, count * 8),
