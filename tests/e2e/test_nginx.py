@@ -3,13 +3,14 @@
 two network namespaces with an expertd each."""
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import time
 
 import pytest
-from conftest import INFERD, TOP, World
+from conftest import BUILD, INFERD, SLOW, TOP, World
 from load import Load
 from serving import Server
 
@@ -43,21 +44,14 @@ class Nginx(Server):
         base = free_ports(len(workers) + 2)
         self.port = base
         made = subprocess.run([str(TOP / "tools/nginx/expertd-nginx"), "--listen", f"127.0.0.1:{base}", "--inner",
-                               str(base + 1), "--retry", "1", *workers], capture_output=True, text=True, check=True)
-        place = world.path / "nginx"
-        place.mkdir()
-        (place / "expertd.conf").write_text(made.stdout)
-        temporary = "".join(f"{kind}_temp_path {place}/{kind};\n" for kind in
-                            ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-        user = "user root;\n" if os.geteuid() == 0 else ""
-        (place / "nginx.conf").write_text(
-            f"{user}daemon off;\nmaster_process off;\npid {place}/pid;\nerror_log {place}/error.log;\n"
-            f"events {{ worker_connections 1024; }}\nhttp {{\naccess_log off;\n{temporary}include {place}/expertd.conf;\n}}\n")
-        self.process = world.spawn([NGINX, "-p", place, "-c", place / "nginx.conf", "-e", place / "error.log"],
+                               str(base + 1), "--retry", "1", "--standalone", str(world.path / "nginx"), *workers],
+                              capture_output=True, text=True, check=True)
+        (world.path / "nginx.conf").write_text(made.stdout)
+        self.process = world.spawn([NGINX, "-c", world.path / "nginx.conf", "-e", "stderr", "-g", "master_process off;"],
                                    stdout=subprocess.DEVNULL)
 
         def answers():
-            assert self.process.poll() is None, self.log() + (place / "error.log").read_text()
+            assert self.process.poll() is None, self.log()
             try:
                 return self.get("/health")[0] == 200
             except OSError:
@@ -141,6 +135,7 @@ def test_one_address(world):
     world.until(lambda: {n: front.ask(n)[0] for n in names} == homes, what="back home", timeout=30, every=0.2)
 
 
+@pytest.mark.slow
 def test_rolling_restarts_behind_one_address(world):
     """Nobody in front of nginx sees any of it."""
     world.expertd()
@@ -204,6 +199,7 @@ class Host:
         ip("netns", "del", self.space)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip (iproute2)")
 def test_two_hosts_one_cut_off(world):
@@ -226,3 +222,25 @@ def test_two_hosts_one_cut_off(world):
         for h in hosts:
             h.world.close()
             h.remove()
+
+
+def test_commands_of_the_page(world):
+    """The first block of doc/serve-many.md, as it is but for ports and places."""
+    section = (TOP / "doc/serve-many.md").read_text().split("## Two workers behind one address\n")[1].split("\n## ")[0]
+    commands = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    assert len(commands) == 12
+    base = free_ports(6)
+    script = "set -m\n" + "\n".join(f"{c}\necho; echo --" for c in commands) + "\nwait\n"
+    for i in range(3):
+        script = script.replace(f":{8080 + i}", f":{base + i}")
+    script = script.replace("127.0.0.1:808{1,2,0}", f"127.0.0.1:{{{base + 1},{base + 2},{base}}}")
+    script = script.replace("$PWD/build/nginx", f"{world.path}/nginx").replace("build/nginx", f"{world.path}/nginx")
+    script = script.replace("build/", f"{BUILD}/").replace("--standalone", f"--inner {base + 3} --standalone")
+    script = script.replace("expertd --model", f"expertd --arena-dir {world.arena} --model")
+    r = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120 * SLOW, cwd=TOP,
+                       env={**os.environ, "XDG_RUNTIME_DIR": str(world.runtime)})
+    parts = [p.strip() for p in r.stdout.split("--\n")]
+    assert parts[6].count('"status":"ok"') == 3, r.stderr
+    workers = [re.search(r"^X-Worker: (\S+)", parts[i], re.M)[1] for i in (7, 10)]
+    assert workers[0] == workers[1], "the same conversation, the same worker"
+    assert len(re.findall(r" ready .*http", parts[8])) == 2 and parts[9].count("ready again") == 2, r.stdout
