@@ -3,6 +3,7 @@
 
 #include "expertd/exd_daemon_priv.h"
 #include "expertd/exd_log.h"
+#include "proto/prt_notify.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -21,7 +22,7 @@
 enum source { ON_SIGNAL, ON_TIMER, ON_CONTROL, ON_WAKE, ON_STARTED, ON_LOADED, ON_PEER, SOURCE_COUNT };
 #define SOURCE_BITS 8
 
-#define HEARTBEAT_NS  INT64_C(1000000000)
+#define HEARTBEAT_NS  UINT64_C(1000000000)
 #define LOOK_BEATS    60
 #define LOOK_MAX_NS   UINT64_C(5000000)
 #define DRAIN_POLL_MS 10 /* how often busy issuers are looked at while draining */
@@ -158,6 +159,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
     shm_counter_add(&exd_store_segment(d->store)->counters.attaches, 1);
     exd_log(EXD_LOG_INFO, "worker %s (pid %u) attached: session %llu, ring of %u slots",
             exd_session_name(session), request->pid, (unsigned long long)d->sessions, request->ring);
+    exd_mps_advise(d, index);
     *ret_session = session;
     return 0;
 }
@@ -211,6 +213,8 @@ void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, con
         exd_log(EXD_LOG_INFO, "%s on behalf of %s: %u of the workers' streams still run, for at most %u ms",
                 stop ? "ending" : "draining", who, exd_daemon_busy(d), deadline_ms);
         exd_store_detail(d->store, stop ? "ending" : "draining: no new streams");
+        if (stop)
+            prt_notify("STOPPING=1");
         if (stop && d->start.running) /* no worker yet that could wait for the rest of the model */
             exd_start_cancel(&d->start);
     }
@@ -289,6 +293,7 @@ static void on_started(struct exd_daemon *d)
     if (!d->start.loader)
         exd_start_loaded(&d->start);
     tell_starter(d, "ready");
+    prt_notify("READY=1");
 }
 
 static void on_loaded(struct exd_daemon *d)
@@ -347,18 +352,28 @@ static bool drained(struct exd_daemon *d)
     return d->stopping && !d->start.running && (late || !busy);
 }
 
-static void dispatch(struct exd_daemon *d, uint64_t what)
+/* About once a second. The service manager's dog is petted from here only: it lives on the main loop's
+ * progress, the issuers have watchdogs of their own. A long start (memory is taken and locked) is no hang. */
+static void on_timer(struct exd_daemon *d)
 {
     uint64_t count;
-    ssize_t ignored;
+    ssize_t ignored = read(d->timer_fd, &count, sizeof(count));
+    (void)ignored;
+    atomic_store_explicit(&exd_store_segment(d->store)->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
+    if (d->start.running)
+        prt_notify("EXTEND_TIMEOUT_USEC=60000000");
+    else if (prt_watchdog_ns())
+        prt_notify("WATCHDOG=1");
+}
+
+static void dispatch(struct exd_daemon *d, uint64_t what)
+{
     switch ((enum source)(what & ((1u << SOURCE_BITS) - 1))) {
     case ON_SIGNAL:
         on_signal(d);
         break;
     case ON_TIMER:
-        ignored = read(d->timer_fd, &count, sizeof(count));
-        (void)ignored;
-        atomic_store_explicit(&exd_store_segment(d->store)->heartbeat_ns, shm_now_ns(), memory_order_relaxed);
+        on_timer(d);
         look_at_memory(d);
         break;
     case ON_CONTROL:
@@ -411,9 +426,12 @@ static int open_sources(struct exd_daemon *d, struct shm_error *err)
     d->start.done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (d->epoll_fd < 0 || d->signal_fd < 0 || d->timer_fd < 0 || d->wake_fd < 0 || d->start.done_fd < 0)
         return shm_error_set(err, errno, "event loop: %s%s", strerror(errno), shm_error_remedy(errno));
-    struct itimerspec second = {.it_interval.tv_sec = HEARTBEAT_NS / 1000000000,
-                                .it_value.tv_sec = HEARTBEAT_NS / 1000000000};
-    timerfd_settime(d->timer_fd, 0, &second, NULL);
+    uint64_t beat_ns = prt_watchdog_ns() / 3;
+    if (!beat_ns || beat_ns > HEARTBEAT_NS)
+        beat_ns = HEARTBEAT_NS;
+    const struct timespec every = {.tv_sec = (time_t)(beat_ns / 1000000000),
+                                   .tv_nsec = (long)(beat_ns % 1000000000)};
+    timerfd_settime(d->timer_fd, 0, &(struct itimerspec){every, every}, NULL);
     int rc = watch(d, d->signal_fd, ON_SIGNAL, err);
     if (rc == 0)
         rc = watch(d, d->timer_fd, ON_TIMER, err);

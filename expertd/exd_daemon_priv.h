@@ -93,6 +93,9 @@ void exd_start_show_park(struct exd_daemon *d);
 /* exd_control.c. Takes and answers the requests that wait. */
 void exd_control_handle(struct exd_daemon *d);
 
+/* exd_mps.c. Says so when the worker in slot `index` is the second one of its GPU and MPS does not run. */
+void exd_mps_advise(struct exd_daemon *d, uint32_t index);
+
 /* exd_daemon.c. Begins to close the session in slot `index`; why as in exd_session_close. */
 void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *why);
 /* Adds a session (opened) to the table; -EBUSY when full. */

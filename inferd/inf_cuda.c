@@ -58,6 +58,7 @@ static void cuda_close(struct inf_device *d)
         inf_cuda_kv_close(d);
         inf_cuda_plan_free(c);
         inf_cuda_profile_free(c);
+        inf_cuda_trace_close(c);
         if (c->resident)
             krn_cuda.mem_free(c->resident);
         if (c->resident_table)
@@ -412,7 +413,7 @@ int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct
         goto fail;
     c->base.phases.context_ns = shm_now_ns() - at_ns;
     at_ns = shm_now_ns();
-    if ((rc = load_kernels(c, err)))
+    if ((rc = load_kernels(c, err)) || (rc = inf_cuda_trace_open(c, err)))
         goto fail;
     c->base.phases.modules_ns = shm_now_ns() - at_ns;
     prctl(PR_SET_TIMERSLACK, 1ul); /* waits for the device are shorter than the default, 50 us */

@@ -92,6 +92,7 @@ struct inf_cuda {
     krn_cuda_ptr done_device;
     uint32_t ops, ops_sent;
     struct inf_cuda_profile *profile; /* NULL until wanted */
+    struct inf_cuda_trace *trace;     /* NULL: not in the test mode */
     uint32_t layer_now;               /* being enqueued, for messages */
     bool broken;                      /* the context is lost */
 };
@@ -106,6 +107,9 @@ static inline krn_cuda_ptr inf_cuda_control(const struct inf_cuda *c, const void
 {
     return c->control_device + (krn_cuda_ptr)((const uint8_t *)at - (const uint8_t *)c->control.worker);
 }
+
+/* A layer's keys and values of a span. */
+struct krn_cu_kv inf_cuda_kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer);
 
 /* What brings residents and dense weights: opened by the first of them, closed when all are planned. */
 int inf_cuda_upload(struct inf_cuda *c, bool residents, struct shm_error *err);
@@ -156,6 +160,19 @@ void inf_cuda_stamp(struct inf_cuda *c, enum inf_cuda_step step);
 void inf_cuda_stamp_group(struct inf_cuda *c, uint32_t layer, enum inf_cuda_step step);
 void inf_cuda_profile_collect(struct inf_cuda *c);
 void inf_cuda_profile_free(struct inf_cuda *c);
+
+/* inf_cuda_trace.c: test mode, by the environment. open: for a device; begin, end: of a pass, end behind its
+ * last wait. hash: of what a step wrote, rows x row_bytes, stride bytes apart. slots: of the run's groups,
+ * before or behind its kernels; layer: behind all its groups. Nothing happens unless it is on. */
+int inf_cuda_trace_open(struct inf_cuda *c, struct shm_error *err);
+void inf_cuda_trace_close(struct inf_cuda *c);
+int inf_cuda_trace_begin(struct inf_cuda *c);
+int inf_cuda_trace_end(struct inf_cuda *c, const struct inf_pass *p);
+int inf_cuda_trace_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer);
+int inf_cuda_trace_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, int part);
+int inf_cuda_trace_slots(struct inf_cuda *c, const struct krn_cu_expert_run *run, uint32_t layer,
+                         bool behind);
+int inf_cuda_trace_layer(struct inf_cuda *c, const struct krn_cu_expert_run *run, uint32_t layer);
 
 /* inf_cuda_pass.c */
 int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);

@@ -54,7 +54,7 @@ static int map_spans(struct inf_cuda *c, const struct inf_pass *p)
                         c->act.map);
 }
 
-static struct krn_cu_kv kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer)
+struct krn_cu_kv inf_cuda_kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer)
 {
     struct krn_cu_kv kv = c->kv[layer];
     kv.blocks = c->table[span];
@@ -97,6 +97,7 @@ int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_er
     inf_cuda_profile_begin(c);
     memcpy(c->host_ids, p->ids, p->tokens * sizeof *p->ids); /* no earlier pass reads them any more */
     TRY(map_spans(c, p));
+    TRY(inf_cuda_trace_begin(c));
     TRY(krn_cu_embed(c->cu, c->stream, &c->embed, c->host_device, p->tokens, c->act.x));
     TRY(rope(c, p));
     inf_cuda_stamp(c, INF_STEP_HEAD);
@@ -155,7 +156,7 @@ static int prompt_attention(struct inf_cuda *c, const struct inf_pass *p, uint32
     int rc;
     for (uint32_t i = 0; i < p->spans; i++) {
         const struct inf_pass_span *span = &p->span[i];
-        const struct krn_cu_kv cache = kv_of(c, i, layer);
+        const struct krn_cu_kv cache = inf_cuda_kv_of(c, i, layer);
         const krn_cuda_ptr q16 = a->q16 + q * 2;
         TRY(krn_cu_qkv(c->cu, c->stream, &cache, span->position, span->tokens, s->heads, a->q + q * 4,
                        a->k + kv * 4, a->v + kv * 4, l->q_norm, l->k_norm, c->model->hparams.rms_eps,
@@ -193,6 +194,7 @@ int inf_cuda_attention(struct inf_device *d, const struct inf_pass *p, uint32_t 
         if ((rc = prompt_attention(c, p, layer, err)))
             return rc;
         TRY(dense(c, p, &l->output, a->y16, true, a->x));
+        TRY(inf_cuda_trace_attention(c, p, layer));
     }
     inf_cuda_stamp(c, INF_STEP_ATTENTION);
     c->base.times.enqueue_ns += shm_now_ns() - at_ns;
@@ -329,7 +331,9 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
         inf_cuda_stamp_group(c, layer, INF_STEP_STALL);
         run.group = first;
         run.group_end = end;
+        TRY(inf_cuda_trace_slots(c, &run, layer, false));
         TRY(krn_cu_experts(c->cu, c->stream, &run));
+        TRY(inf_cuda_trace_slots(c, &run, layer, true));
         if (c->poison)
             TRY(poison(c, run.table, first, end));
         /* Ordered behind the kernels: the slots were read for the last time. */
@@ -339,6 +343,7 @@ static int streamed(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer
         if ((rc = inf_cuda_spend(c, p, p->stream, 6, err)))
             return rc;
     }
+    TRY(inf_cuda_trace_layer(c, &run, layer));
     inf_cuda_stamp_group(c, layer, INF_STEP_STREAMED);
     return 0;
 }
@@ -444,6 +449,7 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
         publication = publication_of(c, p, layer, predicts);
     TRY(krn_cu_group(c->cu, c->stream, a->ids, predicts ? a->predicted_ids : 0, p->tokens, s->experts,
                      s->top_k, p->stream ? &publication : NULL, &groups));
+    TRY(inf_cuda_trace_experts(c, p, layer, 0));
     inf_cuda_stamp(c, INF_STEP_ROUTER);
     if ((rc = inf_cuda_spend(c, p, p->stream, 12, err)) ||
         (p->on_routes && (rc = show_routes(c, p, layer, err))))
@@ -467,7 +473,9 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
     /* A layer without streamed experts waits for nobody: its groups are released with later ones. */
     if (p->stream && !(c->all_resident && c->all_resident[layer]) && (rc = streamed(c, p, layer, run, err)))
         return rc;
+    TRY(inf_cuda_trace_experts(c, p, layer, 1));
     TRY(krn_cu_combine(c->cu, c->stream, a->out, a->weights, p->tokens, s->top_k, s->hidden, a->x));
+    TRY(inf_cuda_trace_experts(c, p, layer, 2));
     inf_cuda_stamp(c, INF_STEP_EXPERTS);
     c->base.times.enqueue_ns += shm_now_ns() - at_ns - (c->base.times.wait_ns - waited_ns);
     return inf_cuda_spend(c, p, p->stream, 4, err);
@@ -569,6 +577,8 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
     int rc = wanted ? all_logits(c, p, err) : release_rest(c, p, err);
     if (!rc && !wanted)
         rc = inf_cuda_finish(c, p, p->stream, err);
+    if (!rc)
+        TRY(inf_cuda_trace_end(c, p));
     if (!rc)
         inf_cuda_profile_collect(c);
     if (!rc && p->counts && p->stream) /* the kernels published them; nobody else writes there */

@@ -29,7 +29,7 @@ static void close_session(struct inf_store *s)
 {
     if (s->stream)
         inf_stream_cancel(s->stream, NULL);
-    if (s->session && s->client && inf_store_alive(s))
+    if (s->session && s->client && s->stream && inf_stream_alive(s->stream))
         prt_client_detach(s->client, s->session, NULL);
     s->session = 0;
     inf_stream_destroy(&s->stream);
@@ -63,7 +63,11 @@ void inf_store_close(struct inf_store *s)
 
 bool inf_store_alive(const struct inf_store *s)
 {
-    return s->stream && inf_stream_alive(s->stream);
+    if (!s->stream || !inf_stream_alive(s->stream))
+        return false;
+    /* A draining one begins no stream any more: the next one is to be waited for. acquire as for any state */
+    return !s->client || atomic_load_explicit(&prt_client_store(s->client)->state, memory_order_acquire) <
+                             SHM_STORE_DRAINING;
 }
 
 static int open_client(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)

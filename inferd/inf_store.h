@@ -85,7 +85,7 @@ int inf_store_join(struct inf_store *store, struct shm_error *err);
  * streams. */
 int inf_store_configure(struct inf_store *store, const struct inf_settings *settings, struct shm_error *err);
 
-/* Attached, expertd alive, session not given up. */
+/* Attached, expertd alive and not ending, session not given up. */
 bool inf_store_alive(const struct inf_store *store);
 
 /* Detaches (a running stream is cancelled first) and closes everything; the store is as after init. */

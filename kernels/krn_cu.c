@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define MODULES      6
 #define THREADS      256u
@@ -74,6 +75,7 @@ struct krn_cu {
     struct krn_cuda_device *device;
     void *module[MODULES];
     void *function[KERNEL_COUNT];
+    bool whole_items;           /* test mode: attention cuts none */
     krn_cuda_ptr sums;          /* Hopper's prompt attention: KRN_CU_SUMS_BYTES a multiprocessor */
     struct krn_cu_token *token; /* what generated tokens have of their own */
 };
@@ -105,16 +107,26 @@ static int make_zeros(size_t bytes, krn_cuda_ptr *ret_ptr, struct shm_error *err
     return rc;
 }
 
+/* Test mode: EXPERTD_WITHOUT names families of Hopper's kernels that are not to be used, "attn_sm90
+ * experts_sm90 shared_items" (the last: attention's last items, cut among blocks). */
+static bool without(const char *what)
+{
+    const char *list = getenv("EXPERTD_WITHOUT");
+    return list && strstr(list, what);
+}
+
 int krn_cu_create(struct krn_cuda_device *device, struct shm_error *err, struct krn_cu **ret_cu)
 {
     struct krn_cu *cu = calloc(1, sizeof *cu);
     if (!cu)
         return -ENOMEM;
     cu->device = device;
+    cu->whole_items = without("shared_items");
     int rc = krn_cuda_enter(device);
     for (int m = 0; rc == 0 && m < MODULES; m++)
         if ((m != M_attn_sm90 && m != M_experts_sm90) ||
-            (device->major == 9 && krn_cuda.tensor_map && krn_fatbin_find(module_names[m])))
+            (device->major == 9 && krn_cuda.tensor_map && krn_fatbin_find(module_names[m]) &&
+             !without(module_names[m] + strlen("krn_cu_"))))
             rc = krn_cuda_module(module_names[m], &cu->module[m], err);
     for (int k = 0; rc == 0 && k < KERNEL_COUNT; k++) {
         if (!cu->module[kernels[k].module])
@@ -362,7 +374,7 @@ static int attention_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_a
         a.rest += alike * steps;
         longest = longest ? longest : steps;
     }
-    if (longest > a.rest / blocks) {
+    if (longest > a.rest / blocks || cu->whole_items) {
         a.whole = items;
         a.rest = 0;
     }

@@ -12,6 +12,7 @@
 #include "shm/shm_header.h"
 
 #define SHM_SERVER_MAGIC "EXDSRV01"
+#define SHM_SERVER_ALIGN 64
 
 struct shm_server {
     struct shm_header header;
@@ -20,5 +21,12 @@ struct shm_server {
     struct shm_server_counters counters;
 };
 _Static_assert(offsetof(struct shm_server, counters) == 128, "shared layout");
+
+/* How long the oldest waiting request has waited; 0: none waits. */
+static inline uint64_t shm_server_oldest_ns(const struct shm_server *s, uint64_t now_ns)
+{
+    uint64_t since_ns = atomic_load_explicit(&s->oldest_ns, memory_order_relaxed);
+    return since_ns && now_ns > since_ns ? now_ns - since_ns : 0;
+}
 
 #endif

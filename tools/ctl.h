@@ -4,7 +4,8 @@
  *
  * Looking (status, workers, rings, trace, counters, metrics, verify) maps shared memory read-only
  * and asks expertd nothing, so it works while expertd is stopped and disturbs
- * no stream. Only configure, drain and stop send a message.
+ * no stream. Only configure, drain and stop send a message, and workers with
+ * drain or restart a signal to the workers.
  *
  * Exit status: 0 as it should be, 1 a problem was seen, 2 can't attach, 3
  * other layout or protocol version.
@@ -33,9 +34,12 @@ struct ctl_options {
     double watch_s;                        /* 0: once */
     uint32_t count;                        /* trace: chunks shown a worker */
     uint32_t worker;                       /* pid; 0: all */
-    double deadline_s;                     /* drain, stop */
     bool list, detail;                     /* counters, metrics */
     const char *output, *listen;           /* metrics */
+    double deadline_s;                     /* drain, stop; workers: for each one */
+    const char *worker_action;             /* workers: "drain", "restart", or NULL: show */
+    bool all;                              /* workers drain|restart: every server */
+    uint32_t pids[64], n_pids;             /* likewise: these */
     struct prt_configure_request settings; /* configure; its session 0: that of the worker */
 };
 
@@ -128,5 +132,11 @@ int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *op
 
 /* Changes what is given of a live worker's settings from its next stream on, prints all of them. */
 int ctl_configure(struct prt_client *client, const struct ctl_options *options, struct shm_error *err);
+
+/* Drains or restarts servers, one line each as they are through; ends at the first that fails. */
+int ctl_workers(const struct ctl_options *options, struct shm_error *err);
+
+/* What serves HTTP, as text. */
+void ctl_show_servers(const struct prt_paths *paths);
 
 #endif

@@ -317,6 +317,7 @@ int ctl_show_workers(const struct ctl_snapshot *n, const struct ctl_options *opt
     }
     if (!n->workers)
         puts("no worker is attached");
+    ctl_show_servers(n->paths);
     return status;
 }
 

@@ -46,8 +46,7 @@ static void copy_server(struct ctl_worker *w, uint32_t fd_number)
     if (shm_header_check(&s->header, SHM_SERVER_MAGIC, sizeof *s, "server segment", &err) == 0 &&
         shm_header_check_counters(&s->header, "server segment", &err) == 0) {
         shm_counters_copy(SHM_BLOCK_SERVER, &s->counters, w->server);
-        uint64_t oldest_ns = load64(&s->oldest_ns), now_ns = shm_now_ns();
-        w->server[SHM_SERVER_WORD_QUEUE_OLDEST_NS] = oldest_ns && now_ns > oldest_ns ? now_ns - oldest_ns : 0;
+        w->server[SHM_SERVER_WORD_QUEUE_OLDEST_NS] = shm_server_oldest_ns(s, shm_now_ns());
         w->serves = true;
     }
     munmap(base, sizeof *s);

@@ -15,6 +15,9 @@
 const char *argp_program_version = "expertctl " EXPERTD_VERSION;
 error_t argp_err_exit_status = 2;
 
+#define DEADLINE_S        10
+#define WORKER_DEADLINE_S 120
+
 static volatile sig_atomic_t interrupted;
 
 static void on_signal(int signo)
@@ -52,7 +55,8 @@ static const char doc[] =
     "Looks into a running expertd, changes a worker's settings, or tells it to drain or stop.\v"
     "Commands:\n"
     "  status     the instance: model, arena, defaults, sessions\n"
-    "  workers    attached workers and what they did so far\n"
+    "  workers    attached workers and what they did so far; with drain or restart and PID... or --all: see "
+    "below\n"
     "  rings      per worker: layers, head, landed, outstanding, dropped, slot states\n"
     "  trace      per worker: what became of its last chunks\n"
     "  counters   every counter of expertd and its workers\n"
@@ -62,7 +66,13 @@ static const char doc[] =
     "  drain      no new streams and sessions from now on\n"
     "  stop       drain, then end expertd; returns when it has ended\n"
     "\n"
-    "All but the last three only look at shared memory, read-only: they work while "
+    "'workers drain' has servers (inferd serve) finish what they accepted and answer 503 to the rest. "
+    "'workers "
+    "restart' does so with one after the other, has each execute its program anew with the same arguments "
+    "and "
+    "listening socket, and waits until it is ready. Both work while expertd is away.\n"
+    "\n"
+    "All but these and the last three only look at shared memory, read-only: they work while "
     "expertd is stopped by SIGSTOP and "
     "disturb no stream. Exit status: 0 as it should be, 1 a problem was seen, 2 can't "
     "attach, 3 another layout or "
@@ -98,8 +108,11 @@ static const struct argp_option options[] = {
      0},
     {"listen", OPT_LISTEN, "[ADDRESS:]PORT", 0,
      "metrics: answer GET /metrics there, a loopback address, until interrupted; 0: any port", 0},
-    {"deadline", OPT_DEADLINE, "SECONDS", 0, "drain, stop: how long running streams may take (default: 10)",
+    {"deadline", OPT_DEADLINE, "SECONDS", 0,
+     "drain, stop: how long running streams may take (default: 10); workers drain, restart: how long each "
+     "may take (default: 120)",
      0},
+    {"all", 'a', 0, 0, "workers drain, restart: every server of the instance", 0},
     {"session", OPT_SESSION, "N", 0, "configure: the worker by its session (else by --worker)", 0},
     {"stream", OPT_STREAM, "full|routed", 0, "configure: copy every streamed expert, or only routed ones", 0},
     {"order", OPT_ORDER, "index|recent|predicted", 0, "configure: order inside a layer", 0},
@@ -167,6 +180,26 @@ static error_t parse_setting(int key, const char *arg, struct argp_state *state,
     }
 }
 
+/* What follows `workers`: drain or restart, then process ids. */
+static error_t parse_worker(struct parsed *p, const char *arg, struct argp_state *state)
+{
+    struct ctl_options *o = &p->options;
+    if (!o->worker_action) {
+        if (strcmp(arg, "drain") != 0 && strcmp(arg, "restart") != 0)
+            argp_error(state, "workers: '%s' is neither drain nor restart", arg);
+        o->worker_action = arg;
+        return 0;
+    }
+    if (o->n_pids == sizeof o->pids / sizeof *o->pids)
+        argp_error(state, "workers %s: too many of them: --all means every one", o->worker_action);
+    uint64_t pid = 0;
+    struct shm_error err = {0};
+    if (shm_number_parse("PID", arg, 1, 4194304, &pid, &err))
+        argp_error(state, "workers %s: %s", o->worker_action, shm_error_text(&err));
+    o->pids[o->n_pids++] = (uint32_t)pid;
+    return 0;
+}
+
 static error_t parse(int key, char *arg, struct argp_state *state)
 {
     struct parsed *p = state->input;
@@ -204,7 +237,12 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     case OPT_DEADLINE:
         p->options.deadline_s = number(state, "deadline", arg, 0, 3600);
         return 0;
+    case 'a':
+        p->options.all = true;
+        return 0;
     case ARGP_KEY_ARG:
+        if (p->command && p->command->show == ctl_show_workers)
+            return parse_worker(p, arg, state);
         for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
             if (state->arg_num == 0 && strcmp(arg, commands[i].name) == 0)
                 return p->command = &commands[i], 0;
@@ -287,10 +325,13 @@ static int show(const struct parsed *p, struct shm_error *err)
 static int call(const struct parsed *p, struct shm_error *err)
 {
     struct prt_client *client = NULL;
-    int rc = prt_client_open(p->options.runtime_dir, p->options.instance, 0, &client, err);
+    struct ctl_options o = p->options;
+    if (!o.deadline_s)
+        o.deadline_s = DEADLINE_S;
+    int rc = prt_client_open(o.runtime_dir, o.instance, 0, &client, err);
     if (rc)
         return exit_status(rc);
-    rc = p->command->call(client, &p->options, err);
+    rc = p->command->call(client, &o, err);
     prt_client_close(&client);
     if (rc)
         return rc == -EPROTO ? CTL_EXIT_VERSION : CTL_EXIT_PROBLEM;
@@ -300,15 +341,27 @@ static int call(const struct parsed *p, struct shm_error *err)
     return CTL_EXIT_OK;
 }
 
+static int workers(struct parsed *p, struct shm_error *err)
+{
+    struct ctl_options *o = &p->options;
+    if (!o->deadline_s)
+        o->deadline_s = WORKER_DEADLINE_S;
+    if (o->worker && o->n_pids < sizeof o->pids / sizeof *o->pids)
+        o->pids[o->n_pids++] = o->worker;
+    return ctl_workers(o, err) ? CTL_EXIT_PROBLEM : CTL_EXIT_OK;
+}
+
 int main(int argc, char **argv)
 {
     prt_file_standard();
     static const struct argp argp = {options, parse, "COMMAND", doc, NULL, NULL, NULL};
-    struct parsed p = {.options = {.count = 16, .deadline_s = 10}};
+    struct parsed p = {.options = {.count = 16}};
     argp_parse(&argp, argc, argv, 0, NULL, &p);
     struct shm_error err = {0};
     int status;
-    if (p.command->show == ctl_show_counters && p.options.list) {
+    if (p.options.worker_action) {
+        status = workers(&p, &err);
+    } else if (p.command->show == ctl_show_counters && p.options.list) {
         status = ctl_list_counters(&p.options);
     } else if (p.command->show == ctl_show_metrics && p.options.listen) {
         catch_signals();

@@ -249,7 +249,7 @@ static void draw_footer(const struct top_state *state, struct top_screen *s)
     put(s, s->rows - 1, 0, TOP_REVERSE,
         state->view == TOP_WORKER
             ? "q back  up/down scroll  n next worker  space freeze  +/- %.2gs  h help"
-            : "q quit  up/down choose  enter closer  s sort  r reverse  space freeze  h help  %.2gs",
+            : "q quit  up/down  enter closer  s sort  r reverse  space freeze  +/- %.2gs  h help",
         state->delay_s);
 }
 

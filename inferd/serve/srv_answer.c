@@ -161,7 +161,10 @@ static void fail_result(struct srv_answer *a, const struct srv_result *r)
 {
     struct srv_refusal refusal;
     int status = r->code == -ESHUTDOWN || r->code == -EUCLEAN || r->code == -ENOMEM ? 503 : 500;
-    const char *text = r->end == SRV_END_CANCELLED ? "the server is being stopped" : r->error;
+    const char *text =
+        r->end == SRV_END_CANCELLED
+            ? "the server is being stopped or drained: it finishes what it has and takes nothing new"
+            : r->error;
     srv_refuse(&refusal, r->end == SRV_END_CANCELLED ? 503 : status, NULL, NULL, "%s", text);
     fail(a, &refusal);
 }
@@ -249,7 +252,9 @@ int srv_ready(struct srv_server *s, struct srv_refusal *refusal)
 {
     struct srv_status *status;
     if (s->draining)
-        return srv_refuse(refusal, 503, NULL, NULL, "the server is being stopped");
+        return srv_refuse(
+            refusal, 503, NULL, NULL,
+            "the server is being stopped or drained: it finishes what it has and takes nothing new");
     if (srv_queue_is_open(s->queue))
         return 0;
     status = malloc(sizeof *status);

@@ -93,6 +93,7 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
     struct inf_options *o = e->config.options;
     int rc = 0;
     o->engine.store.cancel = srv_queue_interrupt(e->config.queue);
+    o->engine.store.server_fd = srv_stats_fd(e->config.stats);
     if (o->model) {
         rc = inf_launch(o->engine.store.runtime_dir, o->engine.store.instance, o->model, o->quiet,
                         o->engine.store.cancel, instance, err);

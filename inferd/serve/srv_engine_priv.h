@@ -53,6 +53,7 @@ struct srv_engine {
     unsigned n_seq;
     uint32_t reserved;               /* blocks, for all of them */
     unsigned busy_rounds;            /* since something was parked */
+    bool park_stuck;                 /* something is due that can't be parked: no hurry */
     float *logits[SRV_PARALLEL_MAX]; /* not in use: rows for sequences to come */
     unsigned n_logits;
     struct krn_pool *pool; /* samples */

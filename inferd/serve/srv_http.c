@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -25,6 +26,13 @@ void srv_http_arm(struct srv_connection *c, unsigned s)
 {
     struct timeval tv = {.tv_sec = s};
     event_add(c->timer, &tv);
+}
+
+/* As many connections as may be: the others wait in the kernel's queue. */
+static void listen_again(struct srv_http *h)
+{
+    if (h->listener && !h->held && h->counters.connections < h->config.connections_max)
+        evconnlistener_enable(h->listener);
 }
 
 static void reset_exchange(struct srv_connection *c)
@@ -52,8 +60,7 @@ static void destroy(struct srv_connection *c)
     evbuffer_free(c->headers);
     free(c);
     h->counters.connections--;
-    if (h->listener && !h->draining && h->counters.connections < h->config.connections_max)
-        evconnlistener_enable(h->listener);
+    listen_again(h);
 }
 
 /* The client is not there any more, or must not be. From the event loop only. */
@@ -84,6 +91,7 @@ static void linger(struct srv_connection *c)
 void srv_http_finished(struct srv_connection *c)
 {
     bool again = c->keep && !c->http->draining;
+    c->served = true;
     c->http->counters.busy--;
     if (c->http->config.on_done)
         c->http->config.on_done(c->http->config.ctx, &c->x, c->status, false);
@@ -384,8 +392,7 @@ static void on_accept_again(evutil_socket_t fd, short what, void *ctx)
     struct srv_http *h = ctx;
     (void)fd;
     (void)what;
-    if (h->listener && !h->draining && h->counters.connections < h->config.connections_max)
-        evconnlistener_enable(h->listener);
+    listen_again(h);
 }
 
 /* Out of descriptors, mostly: a pause instead of a loop. */
@@ -429,7 +436,7 @@ void srv_http_destroy(struct srv_http **http)
     struct srv_http *h = *http;
     if (!h)
         return;
-    h->draining = true;
+    h->draining = h->held = true;
     while (h->connections)
         gone(h->connections);
     if (h->listener)
@@ -452,15 +459,32 @@ void srv_http_base_free(struct event_base **base)
     *base = NULL;
 }
 
-void srv_http_drain(struct srv_http *h)
+void srv_http_hold(struct srv_http *h, bool hold)
+{
+    h->held = hold;
+    if (hold && h->listener)
+        evconnlistener_disable(h->listener);
+    listen_again(h);
+}
+
+/* Kept for another request, of which nothing has come. One that never had a request is about to send it. */
+static bool idle(const struct srv_connection *c)
+{
+    int waiting = 0;
+    return c->state == HEAD && !c->x.start_ns && c->served &&
+           (ioctl(bufferevent_getfd(c->bev), FIONREAD, &waiting) || !waiting);
+}
+
+void srv_http_drain(struct srv_http *h, bool listening)
 {
     h->draining = true;
-    if (h->listener)
+    if (h->listener && !listening) {
         evconnlistener_free(h->listener);
-    h->listener = NULL;
+        h->listener = NULL;
+    }
     for (struct srv_connection *c = h->connections, *next; c; c = next) {
         next = c->next;
-        if (c->state == HEAD && !c->x.start_ns)
+        if (idle(c))
             end_idle(c);
     }
 }

@@ -67,8 +67,12 @@ void srv_http_base_free(struct event_base **base);
 /* A last response is on its way to somebody. */
 bool srv_http_sending(const struct srv_http *http);
 
-/* No new connections; idle ones are closed, others after their response. */
-void srv_http_drain(struct srv_http *http);
+/* Connections kept for another request are closed, others after their response. No new ones, and the
+ * listening socket is closed; or, with `listening`, new ones are taken as before, for one request each. */
+void srv_http_drain(struct srv_http *http, bool listening);
+
+/* New connections wait in the kernel's queue, until this is taken back. */
+void srv_http_hold(struct srv_http *http, bool hold);
 
 const struct srv_http_counters *srv_http_counters(const struct srv_http *http);
 

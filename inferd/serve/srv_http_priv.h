@@ -26,6 +26,7 @@ struct srv_connection {
     struct bufferevent *bev;
     struct event *timer; /* time-outs of the state; and what must not run inside a callback */
     enum srv_http_state state;
+    bool served;     /* had a response already */
     bool started;    /* the response has begun */
     bool chunked;    /* those are framed */
     bool keep;       /* another request may follow */
@@ -48,7 +49,7 @@ struct srv_http {
     struct event *accept_again;
     struct srv_connection *connections;
     struct srv_http_counters counters;
-    bool draining;
+    bool draining, held;
 };
 
 /* Starts the time-out of the connection's state. 0: its handler runs from the event loop. */

@@ -35,6 +35,7 @@ struct srv_queue {
     uint64_t numbers;
     _Atomic bool interrupt;
     struct srv_counts counts;
+    struct shm_server *shown; /* NULL: nowhere */
 };
 
 const char *srv_end_name(enum srv_end end)
@@ -257,6 +258,29 @@ void srv_queue_deliver(struct srv_queue *q)
     pthread_mutex_unlock(&q->lock);
 }
 
+/* Under the lock, after something changed. Those that wait stand in the order in which they came. */
+static void tell(struct srv_queue *q)
+{
+    if (!q->shown)
+        return;
+    struct shm_server_counters *c = &q->shown->counters;
+    shm_counter_set(&c->queue_waiting, q->counts.waiting);
+    shm_counter_set(&c->queue_limit, q->counts.limit);
+    shm_counter_set(&c->running, q->counts.running);
+    shm_counter_set(&c->queue_submitted, q->counts.submitted);
+    shm_counter_set(&c->queue_refused, q->counts.refused);
+    shm_counter_set(&c->queue_cancelled, q->counts.cancelled);
+    shm_counter_set(&q->shown->oldest_ns, q->waiting ? q->waiting->submit_ns : 0);
+}
+
+void srv_queue_show(struct srv_queue *q, struct shm_server *segment)
+{
+    pthread_mutex_lock(&q->lock);
+    q->shown = segment;
+    tell(q);
+    pthread_mutex_unlock(&q->lock);
+}
+
 /* The turn that a new job of this client gets. */
 static uint64_t next_turn(struct srv_queue *q, const char *name)
 {
@@ -297,6 +321,7 @@ int srv_queue_submit(struct srv_queue *q, struct srv_job *j)
         q->counts.submitted++;
         pthread_cond_signal(&q->work);
     }
+    tell(q);
     pthread_mutex_unlock(&q->lock);
     return rc;
 }
@@ -312,6 +337,7 @@ void srv_queue_cancel(struct srv_queue *q, struct srv_job *j)
                                               .queued_ns = shm_now_ns() - j->submit_ns};
             q->counts.waiting--;
             end(q, j, &result);
+            tell(q);
         }
         set_interrupt(q);
     }
@@ -345,6 +371,7 @@ void srv_queue_close(struct srv_queue *q, int code, const char *why)
         result.prompt_tokens = (uint32_t)j->prompt.n;
         end(q, j, &result);
     }
+    tell(q);
     pthread_mutex_unlock(&q->lock);
 }
 
@@ -401,6 +428,7 @@ struct srv_job *srv_queue_take(struct srv_queue *q, unsigned wait_ms,
         best->next = q->running;
         q->running = best;
         atomic_store(&best->running, true);
+        tell(q);
     }
     pthread_mutex_unlock(&q->lock);
     return best;
@@ -421,6 +449,7 @@ void srv_queue_end(struct srv_queue *q, struct srv_job *j, const struct srv_resu
     double s = (double)(result->total_ns - result->queued_ns) / 1e9;
     q->counts.mean_s = q->counts.mean_s > 0 ? 0.9 * q->counts.mean_s + 0.1 * s : s;
     end(q, j, result);
+    tell(q);
     set_interrupt(q);
     pthread_mutex_unlock(&q->lock);
 }

@@ -17,6 +17,8 @@
 #include "inferd/inf_sampler.h"
 #include "inferd/inf_tokenizer.h"
 
+#include "shm/shm_server.h"
+
 #include <stdatomic.h>
 
 #define SRV_TOP_MAX    20 /* alternatives with log-probabilities */
@@ -116,6 +118,9 @@ struct srv_counts {
 /* limit: most jobs that wait. -ENOMEM, or eventfd's. */
 int srv_queue_create(unsigned limit, struct srv_queue **ret_queue);
 void srv_queue_destroy(struct srv_queue **queue);
+
+/* Counts what becomes of it there from now on. */
+void srv_queue_show(struct srv_queue *q, struct shm_server *segment);
 
 /* Readable when srv_queue_deliver has something to do. */
 int srv_queue_fd(const struct srv_queue *q);

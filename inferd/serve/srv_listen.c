@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #define FIRST_FD 3 /* of those that systemd hands over */
@@ -59,13 +58,14 @@ static int inherited(int *ret_fd, struct shm_error *err)
     return 0;
 }
 
-int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, int *ret_fd,
-               struct shm_error *err)
+int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, bool *ret_inherited,
+               int *ret_fd, struct shm_error *err)
 {
     int fd = -1, rc = inherited(&fd, err);
     if (rc != -ENOENT) {
         if (!rc) {
             name_socket(fd, ret_name, ret_public);
+            *ret_inherited = true;
             *ret_fd = fd;
         }
         return rc;
@@ -100,26 +100,9 @@ int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, i
     }
     freeaddrinfo(a);
     name_socket(fd, ret_name, ret_public);
+    *ret_inherited = false;
     *ret_fd = fd;
     return 0;
-}
-
-void srv_notify(const char *text)
-{
-    const char *path = getenv("NOTIFY_SOCKET");
-    struct sockaddr_un a = {.sun_family = AF_UNIX};
-    if (!path || (path[0] != '/' && path[0] != '@') || strlen(path) >= sizeof a.sun_path)
-        return;
-    memcpy(a.sun_path, path, strlen(path));
-    if (path[0] == '@')
-        a.sun_path[0] = '\0';
-    int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0)
-        return;
-    if (sendto(fd, text, strlen(text), MSG_NOSIGNAL, (struct sockaddr *)&a,
-               (socklen_t)(offsetof(struct sockaddr_un, sun_path) + strlen(path))) < 0)
-        fprintf(stderr, "<4>inferd: NOTIFY_SOCKET: %s\n", strerror(errno));
-    close(fd);
 }
 
 int srv_keys_read(const char *path, char ***ret_keys, unsigned *ret_n, struct shm_error *err)

@@ -301,8 +301,10 @@ static bool fits(void *ctx, const struct srv_job *job)
 /* How long there is time to wait for a job. */
 static unsigned patience_ms(const struct srv_engine *e)
 {
-    uint32_t park_ms = inf_prefix_idle_ms(e->prefix);
-    return e->n_seq ? 0 : park_ms < IDLE_MS ? park_ms : IDLE_MS;
+    if (e->n_seq)
+        return 0;
+    uint32_t park_ms = e->park_stuck ? IDLE_MS : inf_prefix_idle_ms(e->prefix);
+    return park_ms < IDLE_MS ? park_ms : IDLE_MS;
 }
 
 static void admit(struct srv_engine *e)
@@ -341,10 +343,11 @@ static void park(struct srv_engine *e)
     if (e->n_seq && ++e->busy_rounds < PARK_ROUNDS)
         return;
     e->busy_rounds = 0;
-    if (!inf_prefix_idle_ms(e->prefix)) {
-        inf_prefix_idle(e->prefix);
-        srv_engine_publish(e);
-    }
+    e->park_stuck = false;
+    if (inf_prefix_idle_ms(e->prefix))
+        return;
+    e->park_stuck = !inf_prefix_idle(e->prefix) && !inf_prefix_idle_ms(e->prefix);
+    srv_engine_publish(e);
 }
 
 /* Expertd is gone: those that run and those that wait have resume_ms for the next one to come. */

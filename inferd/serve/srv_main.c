@@ -2,10 +2,14 @@
 /* The command `serve`: starts the parts, runs the event loop, ends them. */
 #include "inferd/inf_cmd.h"
 #include "inferd/serve/srv_server.h"
+#include "proto/prt_file.h"
+#include "proto/prt_notify.h"
+#include "proto/prt_serve.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
 #include <event2/event.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,24 +18,72 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CANCEL_S 5 /* after the drain: for what was cancelled */
-#define LEAVE_S  3 /* after the last answer: for clients to close */
+#define CANCEL_S 5  /* after the drain: for what was cancelled */
+#define LEAVE_S  3  /* after the last answer: for clients to close */
+#define HOLD_S   10 /* what connections wait for the model before they are told to come back */
+#define TICK_US  20000
+
+enum ending { END_NONE, END_RESTART, END_STOP };
 
 struct serve {
     struct srv_server server;
     struct inf_options o;
     int state_fd, status;
     char name[128];
-    bool announced, cancelled;
-    struct event *jobs, *state, *term, *interrupt, *tick, *beat;
+    bool announced, cancelled, closed, again; /* closed: no new connections; again: execute anew */
+    struct event *jobs, *state, *term, *interrupt, *drain, *restart, *tick, *beat, *hold, *watchdog;
+    enum ending ending;
     uint64_t drain_ns; /* since when it drains; 0: no more patience */
     uint64_t quiet_ns; /* since when nothing is under way any more */
+    int listen_fd;     /* a second descriptor of the listening socket, for the next life */
+    struct srv_life life;
+    struct prt_paths paths;
+    struct prt_serve record;
+    bool recorded;
+    uint64_t progress;
 };
 
 static void stop(struct serve *v, int status)
 {
     v->status = status;
     event_base_loopbreak(v->server.base);
+}
+
+/* The record as it is now, where something changed. */
+static void note(struct serve *v)
+{
+    struct prt_serve r = v->record;
+    struct shm_error err = {0};
+    struct srv_counts c = srv_queue_counts(v->server.queue);
+    r.busy = c.waiting + c.running;
+    r.state = v->again                                         ? PRT_SERVE_RESTARTING
+              : v->server.draining && r.busy                   ? PRT_SERVE_DRAINING
+              : v->server.draining                             ? PRT_SERVE_DRAINED
+              : srv_engine_state(v->server.engine) == SRV_AWAY ? PRT_SERVE_AWAY
+                                                               : PRT_SERVE_READY;
+    if (!v->announced || (v->recorded && memcmp(&r, &v->record, sizeof r) == 0))
+        return;
+    if (prt_serve_write(&v->paths, &r, &err)) {
+        if (!v->recorded)
+            fprintf(stderr, "<4>inferd: 'expertctl workers drain' and 'restart' won't find this worker: %s\n",
+                    shm_error_text(&err));
+    } else {
+        v->record = r;
+    }
+    v->recorded = true;
+}
+
+/* expertd's directory is there, and what the instance is called is known. */
+static void note_first(struct serve *v)
+{
+    const struct inf_store_config *c = &v->o.engine.store;
+    struct prt_serve others[PRT_SERVE_MAX];
+    v->record.pid = (uint32_t)getpid();
+    v->record.life = prt_random_epoch();
+    snprintf(v->record.url, sizeof v->record.url, "%s", strncmp(v->name, "http", 4) == 0 ? v->name : "unix");
+    prt_process_start(getpid(), &v->record.start);
+    if (prt_paths_make(c->runtime_dir, c->instance, &v->paths, NULL) == 0)
+        prt_serve_list(&v->paths, true, others, NULL);
 }
 
 static void on_jobs(evutil_socket_t fd, short what, void *ctx)
@@ -57,13 +109,15 @@ static void become_ready(struct serve *v)
     if (v->announced)
         return;
     v->announced = true;
+    note_first(v);
+    srv_http_hold(s->http, false);
     if (!v->o.quiet)
         fprintf(stderr,
                 "<5>inferd: serving '%s' (%s; context %u, %u requests at once, keys and values of %u tokens: "
                 "%.1f MiB, template %s) on %s\n",
                 srv_model_name(s), info->device, info->ctx, info->parallel, info->kv_tokens, info->kv_mib,
                 s->chat ? inf_template_name(s->chat) : "none", v->name);
-    srv_notify("READY=1");
+    prt_notify("READY=1");
 }
 
 /* The engine's state changed. */
@@ -75,8 +129,12 @@ static void on_state(evutil_socket_t fd, short what, void *ctx)
     if (read(fd, &n, sizeof n) < 0 && errno != EAGAIN)
         return;
     enum srv_state state = srv_engine_state(v->server.engine);
+    srv_status_count(&v->server);
     if (state == SRV_READY) {
         become_ready(v);
+        note(v);
+    } else if (state == SRV_AWAY) {
+        note(v);
     } else if (state == SRV_FAILED) {
         struct srv_status *status = malloc(sizeof *status);
         if (status) {
@@ -108,33 +166,57 @@ static void cancel_all(struct serve *v)
     free(list);
 }
 
+/* Requests that run past --drain-seconds are cut. */
+static void cut_late(struct serve *v, uint64_t past_ns)
+{
+    if (v->cancelled || past_ns < (uint64_t)v->server.options->drain_s * 1000000000u)
+        return;
+    fprintf(stderr, "<4>inferd: --drain-seconds are over: %u requests are cut\n",
+            srv_http_counters(v->server.http)->busy);
+    v->cancelled = true;
+    cancel_all(v);
+}
+
+static void finish(struct serve *v)
+{
+    v->again = v->ending == END_RESTART;
+    note(v);
+    stop(v, 0);
+}
+
 static void on_tick(evutil_socket_t fd, short what, void *ctx)
 {
     struct serve *v = ctx;
     uint64_t now_ns = shm_now_ns(), past_ns = now_ns - v->drain_ns;
+    const struct srv_http_counters *h = srv_http_counters(v->server.http);
+    bool over = past_ns > (uint64_t)(v->server.options->drain_s + CANCEL_S) * 1000000000u;
     (void)fd;
     (void)what;
-    bool over = past_ns > (uint64_t)(v->server.options->drain_s + CANCEL_S) * 1000000000u;
-    if (!srv_http_counters(v->server.http)->busy) {
-        if (!v->quiet_ns)
-            v->quiet_ns = now_ns;
-        /* Last bytes on their way have what is left of the drain. */
-        bool patient =
-            srv_http_sending(v->server.http) ? !over : now_ns - v->quiet_ns < LEAVE_S * 1000000000ull;
-        if (!srv_http_counters(v->server.http)->connections || !patient || !v->drain_ns)
-            stop(v, 0);
+    note(v);
+    if (v->ending == END_NONE) {
+        if (v->record.state == PRT_SERVE_DRAINED)
+            event_del(v->tick); /* until it is told what next */
         return;
     }
-    v->quiet_ns = 0;
-    if (past_ns < (uint64_t)v->server.options->drain_s * 1000000000u)
+    if (h->busy) {
+        v->quiet_ns = 0;
+        cut_late(v, past_ns);
+        if (over)
+            finish(v);
         return;
-    if (!v->cancelled)
-        fprintf(stderr, "<4>inferd: --drain-seconds are over: %u requests are cut\n",
-                srv_http_counters(v->server.http)->busy);
-    v->cancelled = true;
-    cancel_all(v);
-    if (over)
-        stop(v, 0);
+    }
+    if (!v->closed) {
+        /* Nothing runs: what comes now waits in the socket's queue for the next life. */
+        v->closed = true;
+        srv_http_drain(v->server.http, false);
+    }
+    if (!v->quiet_ns)
+        v->quiet_ns = now_ns;
+    /* Last bytes on their way have what is left of the drain; a request may be arriving, too. */
+    bool patient =
+        srv_http_sending(v->server.http) ? !over : now_ns - v->quiet_ns < LEAVE_S * UINT64_C(1000000000);
+    if (!h->connections || !patient || !v->drain_ns)
+        finish(v);
 }
 
 static void on_beat(evutil_socket_t fd, short what, void *ctx)
@@ -143,39 +225,153 @@ static void on_beat(evutil_socket_t fd, short what, void *ctx)
     (void)fd;
     (void)what;
     srv_answers_beat(&v->server);
+    srv_status_count(&v->server);
+}
+
+/* Accepted requests finish; others get 503, or (no longer listening) wait in the socket's queue. */
+static void begin_drain(struct serve *v, enum ending ending)
+{
+    struct timeval tick = {.tv_usec = TICK_US};
+    bool first = !v->server.draining;
+    v->server.draining = true;
+    v->drain_ns = shm_now_ns();
+    v->quiet_ns = 0;
+    v->ending = ending;
+    if (ending == END_STOP) {
+        v->closed = true;
+        prt_notify("STOPPING=1");
+    } else {
+        prt_notify(ending ? "STATUS=restarting: requests finish, new ones get 503"
+                          : "STATUS=draining: requests finish, new ones get 503");
+    }
+    if (!v->o.quiet && (first || ending))
+        fprintf(stderr, "<5>inferd: %s: %u requests finish, new ones get 503\n",
+                ending == END_STOP ? "stopping"
+                : ending           ? "restarting"
+                                   : "draining",
+                srv_http_counters(v->server.http)->busy);
+    srv_http_drain(v->server.http, ending != END_STOP);
+    note(v);
+    event_add(v->tick, &tick);
 }
 
 static void on_signal(evutil_socket_t sig, short what, void *ctx)
 {
     struct serve *v = ctx;
-    struct timeval tick = {.tv_usec = 20000};
     (void)sig;
     (void)what;
     if (srv_engine_state(v->server.engine) == SRV_STARTING)
         _exit(0); /* nothing was promised to anybody yet */
-    if (v->server.draining) {
+    if (v->ending == END_STOP)
         v->drain_ns = 0; /* asked twice: at once */
+    else
+        begin_drain(v, END_STOP);
+}
+
+static void on_drain(evutil_socket_t sig, short what, void *ctx)
+{
+    struct serve *v = ctx;
+    (void)sig;
+    (void)what;
+    if (!v->server.draining)
+        begin_drain(v, END_NONE);
+}
+
+static void on_restart(evutil_socket_t sig, short what, void *ctx)
+{
+    struct serve *v = ctx;
+    struct shm_error err = {0};
+    (void)sig;
+    (void)what;
+    if (v->ending || srv_engine_state(v->server.engine) == SRV_STARTING)
+        return; /* under way */
+    if (v->listen_fd < 0)
+        shm_error_set(&err, EBADF, "restart: the listening socket was not kept");
+    else
+        srv_life_check(&v->life, &err);
+    if (!err.code) {
+        begin_drain(v, END_RESTART);
         return;
     }
-    v->server.draining = true;
-    v->drain_ns = shm_now_ns();
-    srv_notify("STOPPING=1");
-    if (!v->o.quiet)
-        fprintf(stderr, "<5>inferd: stopping: %u requests finish, new ones get 503\n",
-                srv_http_counters(v->server.http)->busy);
-    srv_http_drain(v->server.http);
-    event_add(v->tick, &tick);
+    fprintf(stderr, "<4>inferd: %s\n", shm_error_text(&err));
+    v->recorded = false; /* written whatever it says */
+    snprintf(v->record.note, sizeof v->record.note, "%.255s", shm_error_text(&err));
+    note(v);
+}
+
+/* Connections have waited for the model long enough. */
+static void on_hold(evutil_socket_t fd, short what, void *ctx)
+{
+    struct serve *v = ctx;
+    (void)fd;
+    (void)what;
+    srv_http_hold(v->server.http, false);
+}
+
+static void add_progress(void *ctx, const struct srv_job *job, bool running)
+{
+    uint64_t *sum = ctx;
+    (void)running;
+    *sum += (uint64_t)atomic_load(&job->read) + atomic_load(&job->written);
+}
+
+/* The service manager's dog is petted by this loop, and only while what is computed gets on: a stuck engine
+ * would otherwise look alive. Waiting for an expertd is no reason to be killed. */
+static void on_watchdog(evutil_socket_t fd, short what, void *ctx)
+{
+    struct serve *v = ctx;
+    struct srv_counts c = srv_queue_counts(v->server.queue);
+    uint64_t progress = c.done + c.cancelled + c.submitted;
+    (void)fd;
+    (void)what;
+    srv_queue_each(v->server.queue, add_progress, &progress);
+    if (progress != v->progress || !c.running || srv_engine_state(v->server.engine) != SRV_READY)
+        prt_notify("WATCHDOG=1");
+    v->progress = progress;
+}
+
+/* An event of the loop; NULL event: no memory. */
+static int add(struct serve *v, struct event **event, int fd, short what, event_callback_fn call,
+               const struct timeval *every)
+{
+    *event = event_new(v->server.base, fd, what, call, v);
+    if (!*event)
+        return -ENOMEM;
+    if (every || fd >= 0)
+        event_add(*event, every);
+    return 0;
+}
+
+static int add_events(struct serve *v, bool inherited)
+{
+    const struct timeval beat = {.tv_sec = SRV_BEAT_S}, hold = {.tv_sec = HOLD_S};
+    uint64_t watchdog_us = prt_watchdog_ns() / 3000;
+    const struct timeval pet = {.tv_sec = (time_t)(watchdog_us / 1000000),
+                                .tv_usec = (suseconds_t)(watchdog_us % 1000000)};
+    if (add(v, &v->jobs, srv_queue_fd(v->server.queue), EV_READ | EV_PERSIST, on_jobs, NULL) ||
+        add(v, &v->state, v->state_fd, EV_READ | EV_PERSIST, on_state, NULL) ||
+        add(v, &v->term, SIGTERM, EV_SIGNAL | EV_PERSIST, on_signal, NULL) ||
+        add(v, &v->interrupt, SIGINT, EV_SIGNAL | EV_PERSIST, on_signal, NULL) ||
+        add(v, &v->drain, PRT_SERVE_DRAIN, EV_SIGNAL | EV_PERSIST, on_drain, NULL) ||
+        add(v, &v->restart, PRT_SERVE_RESTART, EV_SIGNAL | EV_PERSIST, on_restart, NULL) ||
+        add(v, &v->tick, -1, EV_PERSIST, on_tick, NULL) || add(v, &v->beat, -1, EV_PERSIST, on_beat, &beat) ||
+        add(v, &v->hold, -1, 0, on_hold, inherited ? &hold : NULL) ||
+        add(v, &v->watchdog, -1, EV_PERSIST, on_watchdog, watchdog_us ? &pet : NULL))
+        return -ENOMEM;
+    if (inherited) /* somebody keeps the socket over lives of ours: its connections wait for the model */
+        srv_http_hold(v->server.http, true);
+    return 0;
 }
 
 static int open_parts(struct serve *v, struct shm_error *err)
 {
     struct srv_server *s = &v->server;
     const struct inf_serve_options *o = s->options;
-    bool public = false;
+    bool public = false, inherited = false;
     int fd = -1, rc = 0;
     if (o->api_key_file && (rc = srv_keys_read(o->api_key_file, &s->keys, &s->n_keys, err)))
         return rc;
-    if ((rc = srv_listen(o->listen, v->name, &public, &fd, err)))
+    if ((rc = srv_listen(o->listen, v->name, &public, &inherited, &fd, err)))
         return rc;
     if (public && !s->n_keys)
         fprintf(
@@ -189,6 +385,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
         close(fd);
         return rc ? rc : -ENOMEM;
     }
+    srv_queue_show(s->queue, srv_stats_segment(s->stats));
     const struct srv_http_config http = {.fd = fd,
                                          .header_max = (size_t)o->header_kb << 10,
                                          .body_max = (size_t)o->body_mb << 20,
@@ -203,24 +400,13 @@ static int open_parts(struct serve *v, struct shm_error *err)
                                          .on_refuse = srv_on_refuse,
                                          .on_done = srv_on_done,
                                          .ctx = s};
+    v->listen_fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     if ((rc = srv_http_create(s->base, &http, &s->http))) {
         close(fd);
         return rc;
     }
-    v->jobs = event_new(s->base, srv_queue_fd(s->queue), EV_READ | EV_PERSIST, on_jobs, v);
-    v->state = event_new(s->base, v->state_fd, EV_READ | EV_PERSIST, on_state, v);
-    v->term = evsignal_new(s->base, SIGTERM, on_signal, v);
-    v->interrupt = evsignal_new(s->base, SIGINT, on_signal, v);
-    v->tick = event_new(s->base, -1, EV_PERSIST, on_tick, v);
-    v->beat = event_new(s->base, -1, EV_PERSIST, on_beat, v);
-    if (!v->jobs || !v->state || !v->term || !v->interrupt || !v->tick || !v->beat)
-        return -ENOMEM;
-    const struct timeval beat = {.tv_sec = SRV_BEAT_S};
-    event_add(v->beat, &beat);
-    event_add(v->jobs, NULL);
-    event_add(v->state, NULL);
-    event_add(v->term, NULL);
-    event_add(v->interrupt, NULL);
+    if ((rc = add_events(v, inherited)))
+        return rc;
     const struct srv_engine_config engine = {.options = &v->o,
                                              .queue = s->queue,
                                              .stats = s->stats,
@@ -234,7 +420,8 @@ static int open_parts(struct serve *v, struct shm_error *err)
 static void close_parts(struct serve *v)
 {
     struct srv_server *s = &v->server;
-    struct event *events[] = {v->jobs, v->state, v->term, v->interrupt, v->tick, v->beat};
+    struct event *events[] = {v->jobs,    v->state, v->term, v->interrupt, v->drain,
+                              v->restart, v->tick,  v->beat, v->hold,      v->watchdog};
     if (s->http)
         srv_http_destroy(&s->http); /* cancels what still runs */
     if (s->queue)
@@ -254,7 +441,7 @@ static void close_parts(struct serve *v)
 
 int inf_cmd_serve(int argc, char **argv)
 {
-    struct serve v = {.state_fd = -1};
+    struct serve v = {.state_fd = -1, .listen_fd = -1};
     struct shm_error err = {0};
     inf_options_parse(
         argc, argv, INF_GROUP_ENGINE | INF_GROUP_SERVE,
@@ -265,11 +452,26 @@ int inf_cmd_serve(int argc, char **argv)
     v.server.defaults = &v.o;
     v.server.start_ns = shm_now_ns();
     v.server.created = time(NULL);
+    if (srv_life_note(&v.life))
+        srv_life_clear(&v.life);
     int rc = open_parts(&v, &err);
     if (rc)
         v.status = inf_cmd_fail(rc, &err);
     else
         event_base_dispatch(v.server.base);
+    if (v.again) { /* from here on a SIGTERM ends the process, as it would at its start */
+        event_del(v.term);
+        event_del(v.interrupt);
+    }
     close_parts(&v);
+    if (v.again) {
+        srv_life_again(&v.life, v.listen_fd, &err);
+        v.status = inf_cmd_fail(err.code, &err);
+    }
+    if (v.recorded)
+        prt_serve_remove(&v.paths);
+    if (v.listen_fd >= 0)
+        close(v.listen_fd);
+    srv_life_clear(&v.life);
     return v.status;
 }

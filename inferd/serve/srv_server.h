@@ -117,17 +117,29 @@ int srv_ready(struct srv_server *s, struct srv_refusal *refusal);
 
 /* srv_status.c */
 json_t *srv_status_json(struct srv_server *s);
+void srv_status_count(struct srv_server *s); /* what others than the queue and srv_stats know */
 char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes); /* free() */
 
 /* Reads a file of keys, one a line; '#' begins a comment. */
 int srv_keys_read(const char *path, char ***ret_keys, unsigned *ret_n, struct shm_error *err);
 void srv_keys_free(char ***keys, unsigned n);
 
-/* "ADDRESS:PORT", "[ADDRESS]:PORT" or "PORT": a listening socket; or the one handed over by systemd
- * (LISTEN_FDS). */
-int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, int *ret_fd,
-               struct shm_error *err);
-/* Tells systemd, where it asked to be told (NOTIFY_SOCKET). */
-void srv_notify(const char *text);
+/* "ADDRESS:PORT", "[ADDRESS]:PORT" or "PORT": a listening socket; or the one handed over (inherited) by
+ * systemd or by the life before (LISTEN_FDS). */
+int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, bool *ret_inherited,
+               int *ret_fd, struct shm_error *err);
+
+/* srv_life.c: the program executed anew in this process, with the listening socket handed over. */
+struct srv_life {
+    char path[4096];    /* of the program, as it was started */
+    char *text, **argv; /* of /proc/self/cmdline */
+};
+/* At the start, before anybody replaces the program's file. 0 or a negative errno. */
+int srv_life_note(struct srv_life *life);
+void srv_life_clear(struct srv_life *life);
+/* Why it could not be executed now; 0 when it could. */
+int srv_life_check(const struct srv_life *life, struct shm_error *err);
+/* Does not return, unless it fails. Every other descriptor above 2 is closed by it. */
+int srv_life_again(const struct srv_life *life, int listen_fd, struct shm_error *err);
 
 #endif

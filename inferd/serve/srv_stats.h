@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Numbers of a server's life: counters and histograms, added to by both
- * threads, read as Prometheus text and JSON. Nothing here blocks for long.
+ * Numbers of a server's life: block `server` of shm/counters.spec, in a
+ * segment that tools read, added to by both threads, read as Prometheus text
+ * and JSON. Nothing here blocks for long.
  */
 #ifndef SRV_STATS_H
 #define SRV_STATS_H
 
 #include "inferd/inf_conversation.h"
 #include "inferd/serve/srv_job.h"
+#include "shm/shm_server.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -25,6 +27,11 @@ struct srv_stats;
 
 struct srv_stats *srv_stats_new(void); /* NULL: no memory */
 void srv_stats_free(struct srv_stats **stats);
+
+/* Where the numbers are; the queue (srv_queue_show) and the HTTP thread keep their own there. */
+struct shm_server *srv_stats_segment(struct srv_stats *s);
+/* Its descriptor, for tools; 0: none. */
+uint32_t srv_stats_fd(const struct srv_stats *s);
 
 void srv_stats_response(struct srv_stats *s, enum srv_endpoint endpoint, int status);
 void srv_stats_job(struct srv_stats *s, const struct srv_result *result);

@@ -2,11 +2,13 @@
 /* /v1/status and /metrics. */
 #include "inferd/serve/srv_server.h"
 
+#include "proto/prt_mps.h"
 #include "shm/shm_bell.h"
 #include "shm/shm_word.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 struct jobs {
@@ -46,6 +48,14 @@ static json_t *expertd_json(const struct srv_server *s, const struct srv_status 
                      shm_held_off_text(held_off), "attach_ms", (double)t->attach_ns / 1e6);
 }
 
+/* Whether workers that share this one's GPU would do so by MPS; null on the host device. */
+static json_t *mps_json(const struct srv_info *info)
+{
+    char where[256];
+    return strncmp(info->device, "host", 4) == 0 ? json_null()
+                                                 : json_boolean(prt_mps_found(where, sizeof where));
+}
+
 json_t *srv_status_json(struct srv_server *s)
 {
     struct srv_status *t = malloc(sizeof *t);
@@ -65,13 +75,13 @@ json_t *srv_status_json(struct srv_server *s)
     if (info)
         json_object_set_new(
             j, "worker",
-            json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "model",
-                      srv_model_name(s), "device", info->device, "device_note", info->device_note, "ctx",
-                      (json_int_t)info->ctx, "chunk", (json_int_t)info->chunk, "kv_tokens",
-                      (json_int_t)info->kv_tokens, "parallel", (json_int_t)info->parallel, "layers",
-                      (json_int_t)info->layers, "experts", (json_int_t)info->experts, "experts_used",
-                      (json_int_t)info->experts_used, "vocab", (json_int_t)info->vocab, "chat_template",
-                      s->chat ? inf_template_name(s->chat) : NULL));
+            json_pack("{s:o, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s?}", "mps",
+                      mps_json(info), "model", srv_model_name(s), "device", info->device, "device_note",
+                      info->device_note, "ctx", (json_int_t)info->ctx, "chunk", (json_int_t)info->chunk,
+                      "kv_tokens", (json_int_t)info->kv_tokens, "parallel", (json_int_t)info->parallel,
+                      "layers", (json_int_t)info->layers, "experts", (json_int_t)info->experts,
+                      "experts_used", (json_int_t)info->experts_used, "vocab", (json_int_t)info->vocab,
+                      "chat_template", s->chat ? inf_template_name(s->chat) : NULL));
     json_object_set_new(j, "residency",
                         json_pack("{s:I, s:I, s:I}", "experts_per_layer", (json_int_t)t->resident, "bytes",
                                   (json_int_t)t->resident_bytes, "activation_bytes",
@@ -110,59 +120,43 @@ json_t *srv_status_json(struct srv_server *s)
     return j;
 }
 
-static void gauge(FILE *f, const char *name, const char *help, double value)
+void srv_status_count(struct srv_server *s)
 {
-    fprintf(f, "# HELP %s %s\n# TYPE %s gauge\n%s %.9g\n", name, help, name, name, value);
-}
-
-static void counter(FILE *f, const char *name, const char *help, uint64_t value)
-{
-    fprintf(f, "# HELP %s %s\n# TYPE %s counter\n%s %llu\n", name, help, name, name,
-            (unsigned long long)value);
+    struct srv_status *t = malloc(sizeof *t);
+    if (!t)
+        return;
+    srv_engine_status(s->engine, t);
+    struct shm_server_counters *c = &srv_stats_segment(s->stats)->counters;
+    const struct srv_http_counters *h = srv_http_counters(s->http);
+    shm_counter_set(&c->ready, t->state == SRV_READY && !s->draining);
+    shm_counter_set(&c->expertd_attached, t->state == SRV_READY);
+    shm_counter_set(&c->kv_blocks, t->kv.blocks);
+    shm_counter_set(&c->kv_free_blocks, t->kv.free);
+    shm_counter_set(&c->kv_kept_blocks, t->prefix.kept_blocks);
+    shm_counter_set(&c->kv_reserved_blocks, t->kv.reserved);
+    shm_counter_set(&c->kv_evicted_blocks, t->prefix.evicted);
+    shm_counter_set(&c->prefix_prompts, t->prefix.takes);
+    shm_counter_set(&c->prefix_hits, t->prefix.hits);
+    shm_counter_set(&c->parked_blocks, t->prefix.parked);
+    shm_counter_set(&c->park_loaded_blocks, t->prefix.loaded);
+    shm_counter_set(&c->kv_bytes, t->kv.blocks * t->kv.block_bytes);
+    shm_counter_set(&c->resident_bytes, t->resident_bytes);
+    shm_counter_set(&c->http_connections, h->connections);
+    shm_counter_set(&c->http_requests, h->requests);
+    shm_counter_set(&c->http_clients_gone, h->gone);
+    shm_counter_set(&c->http_slow_readers, h->slow);
+    shm_counter_set(&c->http_refused, h->refused);
+    free(t);
 }
 
 char *srv_metrics_text(struct srv_server *s, size_t *ret_bytes)
 {
     char *text = NULL;
-    struct srv_status *t = malloc(sizeof *t);
     FILE *f = open_memstream(&text, ret_bytes);
-    if (!t || !f) {
-        free(t);
-        if (f)
-            fclose(f);
-        free(text);
+    if (!f)
         return NULL;
-    }
-    srv_engine_status(s->engine, t);
-    struct srv_counts c = srv_queue_counts(s->queue);
-    const struct srv_http_counters *h = srv_http_counters(s->http);
-    gauge(f, "inferd_ready", "1 while requests are answered.", t->state == SRV_READY && !s->draining);
-    gauge(f, "inferd_expertd_attached", "1 while an expertd is attached.", t->state == SRV_READY);
-    gauge(f, "inferd_queue_waiting", "Requests that wait.", c.waiting);
-    gauge(f, "inferd_queue_limit", "Requests that may wait.", c.limit);
-    gauge(f, "inferd_running", "Requests that are computed.", c.running);
-    gauge(f, "inferd_kv_blocks", "Blocks of keys and values.", t->kv.blocks);
-    gauge(f, "inferd_kv_free_blocks", "Of them nobody's.", t->kv.free);
-    gauge(f, "inferd_kv_kept_blocks", "Of them kept for prompts to come.", t->prefix.kept_blocks);
-    gauge(f, "inferd_kv_reserved_blocks", "What the running requests may come to need.", t->kv.reserved);
-    counter(f, "inferd_kv_evicted_blocks_total", "Kept blocks given up for others.", t->prefix.evicted);
-    counter(f, "inferd_prefix_prompts_total", "Prompts looked for among what was kept.", t->prefix.takes);
-    counter(f, "inferd_prefix_hits_total", "Of them those of which something was kept.", t->prefix.hits);
-    counter(f, "inferd_parked_blocks_total", "Blocks put into expertd's park.", t->prefix.parked);
-    counter(f, "inferd_park_loaded_blocks_total", "Blocks that came back from there.", t->prefix.loaded);
-    gauge(f, "inferd_kv_bytes", "Bytes of keys and values.", (double)(t->kv.blocks * t->kv.block_bytes));
-    gauge(f, "inferd_resident_bytes", "Bytes of resident experts.", (double)t->resident_bytes);
-    gauge(f, "inferd_http_connections", "Open connections.", h->connections);
-    counter(f, "inferd_http_requests_total", "Requests whose head arrived.", h->requests);
-    counter(f, "inferd_http_clients_gone_total", "Clients that left before their response was complete.",
-            h->gone);
-    counter(f, "inferd_http_slow_readers_total", "Clients that read too slowly.", h->slow);
-    counter(f, "inferd_http_refused_total", "Requests that were no HTTP, too long or too slow.", h->refused);
-    counter(f, "inferd_queue_submitted_total", "Requests that were queued.", c.submitted);
-    counter(f, "inferd_queue_refused_total", "Requests refused because the queue was full.", c.refused);
-    counter(f, "inferd_queue_cancelled_total", "Requests whose client left.", c.cancelled);
+    srv_status_count(s);
     srv_stats_write(s->stats, f);
-    free(t);
     if (fclose(f)) {
         free(text);
         return NULL;

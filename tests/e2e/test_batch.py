@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 
+import pytest
 from conftest import SLOW, prompts
 from serving import Server, stream
 
@@ -88,6 +89,7 @@ def test_an_answer_does_not_depend_on_the_others(world):
     assert t["step_sequences"] > 1.5 * t["steps"], t
 
 
+@pytest.mark.slow
 def test_long_prompts_go_by_pieces_beside_answers(world):
     world.expertd()
     server = Server(world, "--answer-gap-ms", "30")
@@ -240,18 +242,3 @@ def test_prompts_that_begin_alike_at_once_read_it_once(world):
     assert t["prompt_tokens"] == t["cached_tokens"] + t["read_tokens"]
     alone = Server(world, "--parallel", "1")
     assert ask_all(alone, some[:2], 1, range(2)) == answers[:2]
-
-
-def test_what_was_read_outlives_the_worker(world):
-    world.expertd()
-    server = Server(world)
-    body = {"prompt": prompts()["p1100"]["text"], "max_tokens": 5, "temperature": 0, "logprobs": 3}
-    first, usage = ask(server, "/v1/completions", body)
-    server.until_status(lambda t: t["prefix"]["park"] == "on" and not t["prefix"]["unparked_blocks"], "it is parked")
-    server.process.kill()
-    server.process.wait()
-    server = Server(world)
-    again, more = ask(server, "/v1/completions", body)
-    assert again == first
-    assert more["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"] > 800
-    assert server.status()["prefix"]["loaded_blocks"] >= 7

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from conftest import BUILD, Chat, EXPERTCTL, SLOW
+from serving import Server
 
 TALE = "Tell me a long tale of a fox, a bear, a wolf and a bird. " * 8
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: tools/setup --tests installs it")
@@ -128,6 +129,47 @@ def test_watch_shows_what_happened_between(world):
     p.send_signal(signal.SIGINT)
     p.communicate(timeout=20 * SLOW)
     assert p.returncode == 0
+
+
+def test_server_counts_where_others_can_look(world):
+    """What /metrics says is in shared memory, over the lives of expertd; and its names are those of the list."""
+    d = world.expertd()
+    server = Server(world, "--queue", "8")
+    server.complete(max_tokens=4)
+    server.post("/v1/completions", {"prompt": "x", "n": 2})
+    (w,) = counters(world)["workers"]
+    seen = w["server"]
+    assert seen["written_tokens"] == 4 and seen["answers"]["length"] == 1 and seen["queue_limit"] == 8
+    assert seen["http_responses"]["/v1/completions"] == {"200": 1, "400": 1} and seen["ready"] == 1
+    assert seen["queue_waiting"] == seen["queue_oldest_ns"] == seen["running"] == 0 and seen["queue_submitted"] == 1
+    assert seen["first_token_ns"]["count"] == 1 and seen["token_gap_ns"]["count"] == 3
+    assert seen["stream_tokens"]["decode"] == 3 and seen["decode_rate"] > 0
+    text = server.get("/metrics")[2].decode()
+    values = samples(text)
+    assert values["inferd_written_tokens_total"] == 4 and values["inferd_kv_blocks"] > 0
+    listed = json.loads(world.ctl("counters", "--list", "--json").stdout)
+    assert set(re.findall(r"^# TYPE (\w+) ", text, re.M)) == {c["metric"] for c in listed
+                                                              if c["metric"] and c["block"] == "server"}
+    if shutil.which("promtool"):
+        check_metrics(text)
+    # More requests than run at once: they wait, and it shows.
+    jobs = []
+    queue = lambda: counters(world)["workers"][0]["server"]
+    while queue()["queue_waiting"] < 3:
+        assert len(jobs) < 200
+        jobs.append(server.start_stream(max_tokens=2000))
+        time.sleep(0.02)
+    now = queue()
+    assert now["running"] > 0 and now["queue_oldest_ns"] > 0
+    for s in jobs:
+        s.close()
+    world.until(lambda: queue()["running"] + queue()["queue_waiting"] == 0, what="it is quiet")
+    d.kill()
+    d.wait()
+    world.expertd()
+    server.until_status(lambda t: t["state"] == "ready", "attached again")
+    again = world.until(lambda: (ws := counters(world)["workers"]) and ws[0].get("server"), what="it is seen again")
+    assert again["attached_again"] == 1 and again["written_tokens"] >= 4, "its numbers go on"
 
 
 @needs_promtool

@@ -73,3 +73,30 @@ def test_bits_of_generated_tokens(emulated):
                          "--chunk", 16, "--ctx", 64, *options)
         got.append((r["logits_hash"], tuple(r["generated_tokens"])))
     assert len(set(got)) == 1, got
+
+
+def trace_of(path):
+    """Lines that inferd wrote in its test mode: (steps by name, what was found in the slots)."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.unlink()
+    return [dict(line["steps"]) for line in lines], [line.get("slots") for line in lines]
+
+
+@pytest.mark.slow
+def test_trace_of_steps(emulated, monkeypatch, tmp_path):
+    """The test mode that names the first wrong step: the same sums in every setting, slots as the arena has them."""
+    path = tmp_path / "trace"
+    monkeypatch.setenv("EXPERTD_TRACE_STEPS", str(path))
+    monkeypatch.setenv("EXPERTD_TRACE_SLOTS", "1")
+    ids = ",".join(map(str, prompts()["chat1"]["ids"][:5]))
+    settings = ["--floor 1 --stream full", "--floor 1 --order predicted --ring 3", "--floor 100 --ring 20"]
+    reads(emulated, settings, "--device", "cuda", "--ids", ids, "--positions", "none", "--poison")
+    steps, slots = trace_of(path)
+    assert len(steps) == len(settings) and len(steps[0]) >= 18 * 2
+    for other in steps[1:]:
+        assert [name for name in other if other[name] != steps[0][name]] == []
+    assert all(s["checked"] and not s["bad"] and not s["notes"] for s in slots), slots
+    other = ids.rsplit(",", 1)[0] + ",7"  # another last token: its own row from the embedding on, others' not before attention
+    reads(emulated, settings[:1], "--device", "cuda", "--ids", other, "--positions", "none")
+    changed = trace_of(path)[0][0]
+    assert next(name for name in changed if changed[name] != steps[0][name]) == "0 norm"

@@ -63,6 +63,7 @@ def test_conversations_at_once(world, tmp_path):
     assert status["totals"]["written_tokens"] == 2 + 60
 
 
+@pytest.mark.slow
 def test_arrivals_by_rate_and_two_servers(world):
     world.expertd("--link-gbps", "0.1")
     a, b = Server(world), Server(world, "--link-gbps", "10")
@@ -83,6 +84,7 @@ def test_arrivals_by_rate_and_two_servers(world):
     assert all(s.status()["totals"]["written_tokens"] >= 6 for s in (a, b)), "they share the conversations"
 
 
+@pytest.mark.slow
 def test_full_queues(world):
     world.expertd("--link-gbps", "0.05")
     server = Server(world, "--queue", "1", "--parallel", "1")

@@ -3,10 +3,10 @@
  * CUDA kernels on a CPU, for tests: stands in for kernels/krn_cu_ptx.cuh and
  * for nvcc's own names, so that g++ compiles the .cu files as they are.
  * emu_run.cpp runs a block's threads as fibers, one at a time; shared memory
- * is one array; a warp's exchange waits for its lanes. Asynchronous copies
- * land only when they are waited for, shared memory begins poisoned, and
- * misaligned accesses of the copy and matrix instructions abort. Slow, and
- * blind to races: compute-sanitizer on a GPU finds those.
+ * is one array that begins poisoned; a warp's exchange waits for its lanes;
+ * misaligned accesses of the copy and matrix instructions abort. What runs
+ * beside the threads, and in what order: emu_async.h. Slow, and blind to races
+ * of ordinary loads and stores: compute-sanitizer on a GPU finds those.
  */
 #ifndef EMU_DEVICE_H
 #define EMU_DEVICE_H
@@ -62,9 +62,22 @@ extern uint8_t emu_shared[];
 void emu_barrier();
 /* Gives this lane's bytes to its warp, waits for the others, lets the last one work on all of them. */
 emu_lanes *emu_exchange(const void *mine, size_t bytes, void (*work)(emu_lanes &));
-void emu_copy(uint32_t target, const void *source, bool valid);
+void emu_copy(uint32_t target, const void *source, bool valid); /* emu_async.cpp */
 void emu_commit();
 void emu_wait(unsigned left);
+
+/* A barrier, in shared memory: phases gone by, arrivals of a phase, arrivals and bytes missing. */
+struct emu_barrier_state {
+    uint16_t phase;
+    uint8_t arrivals, missing;
+    int32_t bytes;
+};
+static inline emu_barrier_state *emu_barrier_at(uint32_t barrier)
+{
+    if (barrier % 8 || barrier + 8 > EMU_SHARED_BYTES)
+        abort();
+    return (emu_barrier_state *)(emu_shared + barrier);
+}
 
 #define threadIdx emu_thread
 #define blockIdx  emu_block
@@ -170,9 +183,9 @@ static inline uint32_t __ballot_sync(uint32_t, bool p)
         r |= (uint32_t)(*all)[i][0] << i;
     return r;
 }
-static inline uint32_t atomicAdd(uint32_t *p, uint32_t x)
+template <class T> static inline T atomicAdd(T *p, T x)
 {
-    uint32_t old = *p;
+    T old = *p;
     *p += x;
     return old;
 }

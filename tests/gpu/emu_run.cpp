@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Runs kernels on a CPU (see emu_device.h): blocks one after another, a block's threads as fibers.
-#include "tests/gpu/emu_device.h"
+#include "tests/gpu/emu_async.h"
 
+#include <dlfcn.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <vector>
@@ -11,23 +12,15 @@
 
 #define STACK_BYTES (1u << 18)
 
-struct copy {
-    void *target;
-    const void *source;
-    bool valid;
-};
-
 struct fiber {
     void *sp;
     bool done;
     unsigned x;
-    std::vector<copy> open;
-    std::vector<std::vector<copy>> groups;
 };
 
 struct warp {
     emu_lanes lanes[2]; // in turn: the last exchange may still be read while the next one fills
-    unsigned arrived, alive;
+    unsigned arrived, alive, still; // still: times that its threads are passed over
     uint64_t turn;
 };
 
@@ -55,11 +48,23 @@ asm(".globl emu_switch\n"
 static void yield()
 {
     fiber *me = current;
-    const size_t n = fibers.size(), at = me - fibers.data();
-    for (size_t step = 1; step <= n; step++) {
+    const size_t n = fibers.size();
+    size_t at = me - fibers.data();
+    emu_async_turn();
+    if (emu_seeded() && me->x % 32 == 31) { // another warp next; this one may stand for long
+        if (emu_random(64) == 0)
+            warps[me->x / 32].still = emu_random(4000);
+        at = emu_random((uint32_t)warps.size()) * 32 + n - 1;
+    }
+    for (size_t step = 1; step <= 2 * n; step++) {
         fiber &f = fibers[(at + step) % n];
         if (f.done)
             continue;
+        warp &w = warps[f.x / 32];
+        if (w.still && step < n) {
+            w.still--;
+            continue;
+        }
         if (&f == me)
             return;
         current = &f;
@@ -73,8 +78,7 @@ static void yield()
 static void body()
 {
     entry(entry_args);
-    if (!current->open.empty())
-        abort(); // copies that nobody committed
+    emu_async_end();
     current->done = true;
     warps[current->x / 32].alive--;
     if (--alive && at_barrier == alive) { // the others wait only for this one
@@ -120,29 +124,29 @@ emu_lanes *emu_exchange(const void *mine, size_t bytes, void (*work)(emu_lanes &
     return &lanes;
 }
 
-void emu_copy(uint32_t target, const void *source, bool valid)
+void emu_barrier_count(uint32_t barrier, unsigned arrivals, int32_t bytes)
 {
-    if (target % 16 || (uintptr_t)source % 16 || target + 16 > EMU_SHARED_BYTES)
-        abort();
-    current->open.push_back({emu_shared + target, source, valid});
+    emu_barrier_state *b = emu_barrier_at(barrier);
+    b->missing -= (uint8_t)arrivals;
+    b->bytes += bytes;
+    if (b->missing == 0 && b->bytes == 0) {
+        b->missing = b->arrivals;
+        b->phase++;
+    }
 }
 
-void emu_commit()
+// Blocks in any order, but for kernels whose blocks wait for earlier ones.
+static std::vector<uint64_t> order_of(void *function, uint64_t blocks)
 {
-    current->groups.push_back(std::move(current->open));
-    current->open.clear();
-}
-
-void emu_wait(unsigned left)
-{
-    auto &groups = current->groups;
-    for (; groups.size() > left; groups.erase(groups.begin()))
-        for (const copy &c : groups[0]) {
-            if (c.valid)
-                memcpy(c.target, c.source, 16);
-            else
-                memset(c.target, 0, 16);
-        }
+    std::vector<uint64_t> order(blocks);
+    Dl_info info;
+    for (uint64_t b = 0; b < blocks; b++)
+        order[b] = b;
+    if (emu_seeded() && blocks < UINT32_MAX &&
+        !(dladdr(function, &info) && info.dli_sname && strstr(info.dli_sname, "attention")))
+        for (uint64_t b = 1; b < blocks; b++)
+            std::swap(order[b], order[emu_random((uint32_t)b + 1)]);
+    return order;
 }
 
 // Runs function(args) for every thread of the grid.
@@ -154,9 +158,10 @@ extern "C" void emu_launch(void *function, const unsigned (&grid)[3], unsigned t
     entry_args = args;
     emu_grid_size = {grid[0], grid[1], grid[2]};
     emu_block_size = {threads, 1, 1};
-    for (uint64_t b = 0; b < (uint64_t)grid[0] * grid[1] * grid[2]; b++) {
+    static uint64_t number;
+    for (uint64_t b : order_of(function, (uint64_t)grid[0] * grid[1] * grid[2])) {
         emu_block = {(unsigned)(b % grid[0]), (unsigned)(b / grid[0] % grid[1]), (unsigned)(b / grid[0] / grid[1])};
-        memset(emu_shared, 0xff, sizeof emu_shared);
+        emu_async_block(threads, number++);
         fibers.assign(threads, fiber());
         warps.assign((threads + 31) / 32, warp());
         alive = threads;

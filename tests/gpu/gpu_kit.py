@@ -16,7 +16,7 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
-from conftest import (EXPERTCTL, EXPERTD, INFERD, MKMODEL, SLOW, World, anonymous_bytes, process_facts,  # noqa: E402,F401
+from conftest import (BUILD, EXPERTCTL, EXPERTD, INFERD, MKMODEL, SLOW, World, anonymous_bytes, process_facts,  # noqa: E402,F401
                       prompts, world)
 
 DEVICE = os.environ.get("EXPERTD_DEVICE", "cuda")

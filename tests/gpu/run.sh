@@ -34,7 +34,7 @@ python=python3
 "$python" -c 'import numpy, pytest' 2>/dev/null || python=$top/build-check/venv/bin/python
 "$python" -c 'import numpy, pytest' || { echo "run.sh: python3 needs numpy and pytest" >&2; exit 1; }
 
-targets="tests/gpu/t_cu_kernels tests/gpu/b_cu_kernels tests/gpu/g_poison tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream expertd/expertd tools/mkmodel
+targets="tests/gpu/t_cu_kernels tests/gpu/b_cu_kernels tests/gpu/g_poison tests/gpu/g_link tests/gpu/g_daemon tests/gpu/g_stream tests/gpu/g_batch expertd/expertd tools/mkmodel
     inferd/inferd tools/expertctl"
 if [ ! -f "$build/build.ninja" ]; then
     meson setup "$build" "$top" -Dcuda=enabled ${MESON_OPTIONS:-} >"$build.log" 2>&1 || { tail -n 20 "$build.log"; exit 1; }

@@ -13,7 +13,7 @@ import random
 import subprocess
 import time
 
-from gpu_kit import LANES, MKMODEL, ON_GPU, SERVER, STORY_EXPERTS, Reader, choices, in_parallel, options_of, pairwise, prompts, serve, world  # noqa: F401
+from gpu_kit import BUILD, DEVICE, LANES, MKMODEL, ON_GPU, SERVER, STORY_EXPERTS, Reader, choices, in_parallel, options_of, pairwise, prompts, serve, world  # noqa: F401
 
 LONG = int(os.environ.get("EXPERTD_LONG", "4608" if ON_GPU else "600"))
 SHAPE = (["--preset=qwen3-30b-a3b", "--layers=3", "--vocab=4096"] if ON_GPU else
@@ -51,6 +51,17 @@ class Tally:
               f"{len(self.wrong)} wrong, hash {self.want}, {time.monotonic() - start:.1f} s", flush=True)
         assert not self.wrong, self.wrong[:10]
         assert self.dropped, "nothing was ever dropped: the comparison proved nothing"
+
+
+def test_several_sequences_in_a_pass(world):
+    """16 and 32 sequences in shuffled passes, their keys and values in strewn blocks, each as alone."""
+    serve(world, {"default": []})
+    for options in (["--floor", "1", "--ring", "20"], ["--floor", "1"], ["--floor", "1024"]):
+        start = time.monotonic()
+        r = subprocess.run([str(BUILD / "tests/gpu/g_batch"), str(world.runtime), "default", "--device", DEVICE, *options],
+                           capture_output=True, text=True, timeout=300)
+        assert r.returncode == 0, r.stderr
+        print(f"{' '.join(options)}: {r.stdout.strip()}, {time.monotonic() - start:.1f} s", flush=True)
 
 
 def test_short(world):

@@ -111,7 +111,9 @@ static void pass(struct check *k, bool generated)
     struct shm_error err = {0};
     struct inf_piece piece[MOST];
     const struct inf_read_options o = {.on_logits = on_logits, .ctx = k, .generated = generated};
-    uint32_t order[MOST], n = 0, tokens = 0, most = 1 + below(k, k->set->together);
+    uint32_t order[MOST], n = 0, tokens = 0, most = k->set->together;
+    if (!k->set->whole)
+        most = 1 + below(k, most);
     for (uint32_t i = 0; i < k->set->sequences; i++) {
         uint32_t other = below(k, i + 1);
         order[i] = order[other];
@@ -122,8 +124,9 @@ static void pass(struct check *k, bool generated)
         const bool answers = done(k, s) >= s->prompt;
         if (done(k, s) == s->all || (generated ? !answers : answers && !k->set->mixed))
             continue;
-        uint32_t rest = answers ? 1 : s->prompt - done(k, s), room = k->e->chunk - tokens,
-                 take = below(k, 3) ? 1 + below(k, rest) : rest;
+        uint32_t rest = answers ? 1 : s->prompt - done(k, s), room = k->e->chunk - tokens, take = rest;
+        if (!k->set->whole && below(k, 3))
+            take = 1 + below(k, rest);
         if (!room)
             break;
         take = take < room ? take : room;

@@ -18,6 +18,7 @@ struct batch_setup {
     uint32_t
         from;   /* position of the first token: what lies before is made up, so that no time goes into it */
     bool mixed; /* generated tokens in passes of prompts too: a device with one kind of kernels */
+    bool whole; /* as many and as much in every pass as there is: few passes */
     bool cuts;  /* sequences are cut back now and then */
 };
 

@@ -156,7 +156,7 @@ static void life(const char *text, enum answer answer, bool leaves, bool drains,
         close(idle);
     }
     if (drains)
-        srv_http_drain(b.http);
+        srv_http_drain(b.http, false);
     steps(&b, m);
     end(&b);
     if (!leaves) {
@@ -210,11 +210,11 @@ static void drained(bool before)
         steps(&b, 1);
     cr_assert(b.x);
     if (before)
-        srv_http_drain(b.http);
+        srv_http_drain(b.http, false);
     srv_reply(b.x, 200, "text/plain", big, sizeof big);
     b.x = NULL;
     if (!before)
-        srv_http_drain(b.http);
+        srv_http_drain(b.http, false);
     cr_assert(srv_http_sending(b.http));
     size_t n = 0;
     ssize_t r;

@@ -63,7 +63,7 @@ _expertd_complete() {
     expertctl)
         commands="status workers rings trace counters metrics verify configure drain stop"
         options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --list --detail -o --output
-            --listen --deadline --session --stream --order --depth --floor --link-gbps --link-latency-us"
+            --listen --deadline -a --all --session --stream --order --depth --floor --link-gbps --link-latency-us"
         ;;
     expert-bench)
         options="--model -i --instance --runtime-dir --prompt --prompt-file --tokens -n --pairs --seconds --generate
@@ -107,6 +107,8 @@ _expertd_complete() {
             _expertd_words "$commands full routed/index routed/recent routed/predicted demand ahead oracle" "$cur"
         elif [[ $program == mkmodel ]]; then
             _expertd_files -f "$cur"
+        elif [[ $program == expertctl && " ${COMP_WORDS[*]:1:COMP_CWORD-1} " == *" workers "* ]]; then
+            _expertd_words "drain restart" "$cur"
         elif ((COMP_CWORD == 1)) || [[ $program == expertctl ]]; then
             _expertd_words "$commands" "$cur"
         fi
