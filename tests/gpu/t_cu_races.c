@@ -39,10 +39,11 @@ static void compare(const char *what, unsigned seed, krn_cuda_ptr y, size_t byte
     free(got);
 }
 
-/* GQA with an odd end, behind `position` keys; the cache beyond the last key holds anything. */
+/* GQA with an odd end, behind `position` keys; beyond the last key the cache has any key and any number. */
 static void attention(uint32_t hd, uint32_t heads, uint32_t kv_heads, uint32_t position, uint32_t tokens)
 {
-    const uint32_t keys = position + tokens, ctx = (keys + 200) / 64 * 64;
+    const uint32_t keys = position + tokens, blocks = keys / KRN_CU_KV_BLOCK + 2,
+                   ctx = blocks * KRN_CU_KV_BLOCK;
     const size_t cache = (size_t)kv_heads * ctx * hd, n = (size_t)tokens * heads * hd;
     uint16_t *h[3];
     const size_t sizes[] = {cache, cache, n};
@@ -53,14 +54,21 @@ static void attention(uint32_t hd, uint32_t heads, uint32_t kv_heads, uint32_t p
     }
     krn_cuda_ptr k = cu_alloc(cache * 2), v = cu_alloc(cache * 2), q = cu_copy(h[2], n * 2),
                  y = cu_alloc(n * 2);
-    const struct krn_cu_kv kv = {k, v, ctx, kv_heads, hd};
+    uint32_t *block = krn_alloc(blocks * sizeof *block);
+    for (uint32_t i = 0; i < blocks; i++)
+        block[i] = i;
+    const struct krn_cu_kv kv = {k, v, cu_copy(block, blocks * sizeof *block), ctx, kv_heads, hd};
+    free(block);
     void *want = NULL;
     char what[96];
     snprintf(what, sizeof what, "attention hd %u, %u heads, %u tokens at %u", hd, heads, tokens, position);
     for (unsigned seed = 0; seed <= seeds; seed++) {
-        for (uint32_t g = 0; g < kv_heads; g++) /* beyond the keys: NaN or numbers */
+        for (uint32_t g = 0; g < kv_heads; g++) /* beyond the keys: NaN (keys) or numbers */
             for (int i = 0; i < 2; i++)
-                memset(h[i] + ((size_t)g * ctx + keys) * hd, seed % 2 ? 0x5a : 0xff,
+                memset(h[i] + ((size_t)g * ctx + keys) * hd,
+                       seed % 2 ? 0x5a
+                       : i      ? 0x7b
+                                : 0xff,
                        (size_t)(ctx - keys) * hd * 2);
         cu_put(k, h[0], cache * 2);
         cu_put(v, h[1], cache * 2);
