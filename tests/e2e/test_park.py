@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from conftest import INFERD, MKMODEL, SLOW, prompts
@@ -183,12 +184,20 @@ def test_long_conversation(world):
     text = subprocess.run([MKMODEL, "--text=19990", "--ctx=32768", "--layers=2", "--heads=2", "--kv-heads=1"], check=True,
                           capture_output=True, text=True).stdout.strip()
     world.expertd("--park", "1G", model=model)
+
+    def ask(server, prompt):
+        status, _, body = server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 8,
+                                                          "ignore_eos": True}, timeout=900)
+        assert status == 200, body
+        return body
     a = Server(world)
-    one = a.complete(text, max_tokens=8, ignore_eos=True)
+    one = ask(a, text)
     all_parked(a)
     os.kill(a.process.pid, signal.SIGKILL)
     b = Server(world)
-    two = b.complete(text + one["choices"][0]["text"] + " " + text[:200], max_tokens=8, ignore_eos=True)
+    begin = time.monotonic()
+    two = ask(b, text + one["choices"][0]["text"] + " " + text[:200])
+    print(f"{time.monotonic() - begin:.2f} s")
     print(one["usage"], two["usage"], b.status()["prefix"])
     assert one["usage"]["prompt_tokens"] >= 19000
     assert cached(two) >= one["usage"]["prompt_tokens"]
