@@ -86,19 +86,19 @@ def test_next_turn_after_a_kill(world, talk):
     b, c = Server(world), Server(world)
     for server in (b, c):  # the next worker, and another one beside it
         two = next_turn(server, t["prompt"], t["said"])
-        assert cached(two) == t["cached"] and two["usage"]["prompt_tokens"] == t["tokens"]
+        # the other one may find what the next one has parked meanwhile
+        assert cached(two) == t["cached"] or server is c and cached(two) > t["cached"]
+        assert two["usage"]["prompt_tokens"] == t["tokens"]
         assert answer(two) == t["two"]
         assert server.status()["prefix"]["loaded_blocks"] >= t["cached"] // BLOCK
+        server.until_status(lambda s: not s["prefix"]["unparked_blocks"], "all is there", timeout=60)
     assert "blocks; " in world.ctl("status").stdout
     # expertd's death loses what is parked; those who have it park it again
     d.kill()
     d.wait()
     assert os.path.exists(shown["note"])
     world.expertd("--park", "256M")
-    assert park(world)["committed"] == 0 or park(world)["bytes_held"]
-    for server in (b, c):
-        server.until_status(lambda s: s["state"] == "ready" and not s["prefix"]["unparked_blocks"], "parked again",
-                            timeout=60)
+    world.until(lambda: park(world)["blocks"] >= t["cached"] // BLOCK, what="parked again", timeout=60)
     killed(b)
     killed(c)
     d = Server(world)
