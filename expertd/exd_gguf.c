@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -57,6 +58,20 @@ static char *shard_path(const char *path, uint32_t number, uint32_t count)
     return out;
 }
 
+/* True when some process has the file open for writing. A write changes the time of modification when it
+ * begins, not when it ends: of a file opened in between no later look at that time would tell. A lease for
+ * reading is refused while there is a writer; where leases are not to be had (another's file, other file
+ * systems) nobody knows, and the answer is no. */
+static bool has_writer(int fd)
+{
+    fcntl(fd, F_SETSIG, SIGURG); /* if somebody opens it in this very moment; ignored, unlike SIGIO */
+    if (fcntl(fd, F_SETLEASE, F_RDLCK) == 0) {
+        fcntl(fd, F_SETLEASE, F_UNLCK);
+        return false;
+    }
+    return errno == EAGAIN;
+}
+
 static int open_file(struct exd_gguf_part *part, struct shm_error *err)
 {
     struct stat st;
@@ -75,6 +90,12 @@ static int open_file(struct exd_gguf_part *part, struct shm_error *err)
     flags = fcntl(part->pub.fd, F_GETFL);
     if (flags < 0 || fcntl(part->pub.fd, F_SETFL, flags & ~O_NONBLOCK) < 0)
         return shm_error_set(err, errno, "%s: cannot set flags: %s", part->path, strerror(errno));
+    if (has_writer(part->pub.fd))
+        return shm_error_set(
+            err, ETXTBSY, "%s: is open for writing in another process: start expertd again when it is whole",
+            part->path);
+    if (fstat(part->pub.fd, &st) < 0) /* once more: now no write is under way */
+        return shm_error_set(err, errno, "%s: cannot stat: %s", part->path, strerror(errno));
     part->pub.size_bytes = (uint64_t)st.st_size;
     part->pub.mtime_ns = (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec;
     return 0;

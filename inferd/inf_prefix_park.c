@@ -99,6 +99,13 @@ static bool alive(const struct inf_prefix *p, uint64_t *ret_epoch, uint64_t *ret
     return true;
 }
 
+/* Another life of expertd is there: what is kept goes to its park. */
+static bool moved(const struct inf_prefix *p)
+{
+    uint64_t epoch, session;
+    return p->newest && alive(p, &epoch, &session) && epoch != p->epoch;
+}
+
 bool inf_prefix_park_look(struct inf_prefix *p)
 {
     uint64_t epoch = 0, session = 0;
@@ -374,7 +381,7 @@ static void commit(struct inf_prefix *p)
 bool inf_prefix_idle(struct inf_prefix *p)
 {
     const uint64_t begin_ns = inf_prefix_now(p);
-    if (!p->queue && !p->batch.n && (p->park || !p->newest))
+    if (!p->queue && !p->batch.n && !moved(p))
         return false;
     if (!inf_prefix_park_look(p))
         return false;
@@ -399,7 +406,7 @@ uint32_t inf_prefix_idle_ms(const struct inf_prefix *p)
         if (n->due_ns < due_ns)
             due_ns = n->due_ns;
     if (due_ns == UINT64_MAX)
-        return UINT32_MAX;
+        return moved(p) ? 0 : UINT32_MAX;
     if (!p->park && p->retry_ns > due_ns)
         due_ns = p->retry_ns;
     if (due_ns <= now_ns)

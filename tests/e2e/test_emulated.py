@@ -3,11 +3,13 @@
 waits, copies and publications between two processes. Slow, so for prompts of a few tokens; tests/gpu has the rest.
 """
 import json
+import os
 import subprocess
 
 import pytest
 
 from conftest import BUILD, INFERD, SLOW, prompts
+from serving import Server
 
 EMULATED = BUILD / "tests/gpu/libemucuda.so"
 
@@ -100,3 +102,25 @@ def test_trace_of_steps(emulated, monkeypatch, tmp_path):
     reads(emulated, settings[:1], "--device", "cuda", "--ids", other, "--positions", "none")
     changed = trace_of(path)[0][0]
     assert next(name for name in changed if changed[name] != steps[0][name]) == "0 norm"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("EXPERTD_LONG"), reason="half a minute: EXPERTD_LONG=1")
+def test_parked(emulated):
+    """Keys and values of the emulated GPU in the next worker: the same answer as by one that read it all. (That one's are
+    not found by those with --exact-prefix.)"""
+    def start(*options):
+        return Server(emulated, "--device", "cuda", "--chunk", "16", "--ctx", "64", "--parallel", "2", *options)
+
+    def ask(server, prompt):
+        body = server.complete(prompt, max_tokens=2, logprobs=2, ignore_eos=True)
+        return (body["choices"][0]["text"], body["choices"][0]["logprobs"]), body["usage"]
+    first, more = "Once upon a time there was", " a fox"
+    whole, _ = ask(start(), first + more)
+    a = start("--exact-prefix")
+    _, usage = ask(a, first)
+    a.until_status(lambda s: s["prefix"]["parked_blocks"] and not s["prefix"]["unparked_blocks"], "it is parked", timeout=60)
+    a.process.kill()
+    a.process.wait()
+    again, more = ask(start("--exact-prefix"), first + more)
+    assert again == whole and more["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]

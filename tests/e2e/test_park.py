@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from conftest import INFERD, MKMODEL, SLOW, prompts
@@ -51,7 +52,7 @@ def park(world):
 @pytest.fixture(scope="module")
 def talk():
     """A long prompt, and what is answered to it and to the next turn by one worker that was never disturbed."""
-    return {"prompt": prompts()["p1900"]["text"][:4500]}
+    return {"prompt": prompts()["p1900"]["text"][:3000]}
 
 
 def reference(world, talk):
@@ -60,7 +61,7 @@ def reference(world, talk):
         s = Server(world, instance="ref")
         one = first_turn(s, talk["prompt"])
         two = next_turn(s, talk["prompt"], one["choices"][0]["text"])
-        assert cached(two) >= one["usage"]["prompt_tokens"] > 6 * BLOCK
+        assert cached(two) >= one["usage"]["prompt_tokens"] > 4 * BLOCK
         assert s.status()["prefix"]["park"] == "off" and "--park" in s.status()["prefix"]["park_reason"]
         talk.update(said=one["choices"][0]["text"], one=answer(one), two=answer(two), cached=cached(two),
                     tokens=two["usage"]["prompt_tokens"])
@@ -68,6 +69,7 @@ def reference(world, talk):
     return talk
 
 
+@pytest.mark.slow
 def test_next_turn_after_a_kill(world, talk):
     t = reference(world, talk)
     d = world.expertd("--park", "256M")
@@ -84,19 +86,19 @@ def test_next_turn_after_a_kill(world, talk):
     b, c = Server(world), Server(world)
     for server in (b, c):  # the next worker, and another one beside it
         two = next_turn(server, t["prompt"], t["said"])
-        assert cached(two) == t["cached"] and two["usage"]["prompt_tokens"] == t["tokens"]
+        # the other one may find what the next one has parked meanwhile
+        assert cached(two) == t["cached"] or server is c and cached(two) > t["cached"]
+        assert two["usage"]["prompt_tokens"] == t["tokens"]
         assert answer(two) == t["two"]
         assert server.status()["prefix"]["loaded_blocks"] >= t["cached"] // BLOCK
+        server.until_status(lambda s: not s["prefix"]["unparked_blocks"], "all is there", timeout=60)
     assert "blocks; " in world.ctl("status").stdout
     # expertd's death loses what is parked; those who have it park it again
     d.kill()
     d.wait()
     assert os.path.exists(shown["note"])
     world.expertd("--park", "256M")
-    assert park(world)["committed"] == 0 or park(world)["bytes_held"]
-    for server in (b, c):
-        server.until_status(lambda s: s["state"] == "ready" and not s["prefix"]["unparked_blocks"], "parked again",
-                            timeout=60)
+    world.until(lambda: park(world)["blocks"] >= t["cached"] // BLOCK, what="parked again", timeout=60)
     killed(b)
     killed(c)
     d = Server(world)
@@ -105,6 +107,7 @@ def test_next_turn_after_a_kill(world, talk):
     assert not os.path.exists(shown["note"]), "removed at the end"
 
 
+@pytest.mark.slow
 def test_another_build_is_ignored(world, talk):
     t = reference(world, talk)
     world.expertd("--park", "256M")
@@ -148,6 +151,7 @@ def test_damaged_block(world, talk):
     assert cached(next_turn(Server(world), t["prompt"], t["said"])) >= t["cached"], "it was parked again"
 
 
+@pytest.mark.slow
 def test_full(world, talk):
     t = reference(world, talk)
     world.expertd("--park", "off", instance="size")
@@ -183,12 +187,20 @@ def test_long_conversation(world):
     text = subprocess.run([MKMODEL, "--text=19990", "--ctx=32768", "--layers=2", "--heads=2", "--kv-heads=1"], check=True,
                           capture_output=True, text=True).stdout.strip()
     world.expertd("--park", "1G", model=model)
+
+    def ask(server, prompt):
+        status, _, body = server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 8,
+                                                          "ignore_eos": True}, timeout=900)
+        assert status == 200, body
+        return body
     a = Server(world)
-    one = a.complete(text, max_tokens=8, ignore_eos=True)
+    one = ask(a, text)
     all_parked(a)
     os.kill(a.process.pid, signal.SIGKILL)
     b = Server(world)
-    two = b.complete(text + one["choices"][0]["text"] + " " + text[:200], max_tokens=8, ignore_eos=True)
+    begin = time.monotonic()
+    two = ask(b, text + one["choices"][0]["text"] + " " + text[:200])
+    print(f"{time.monotonic() - begin:.2f} s")
     print(one["usage"], two["usage"], b.status()["prefix"])
     assert one["usage"]["prompt_tokens"] >= 19000
     assert cached(two) >= one["usage"]["prompt_tokens"]

@@ -4,13 +4,19 @@
  * case with its time and its rate. Median of a few runs, inputs random, weights
  * larger than the cache. Exit 77 without a driver.
  *
- *     b_cu_kernels [NAME...]      only these: experts tokens dense attention decode token small
+ *     b_cu_kernels [NAME...]      only these: experts tokens dense attention decode token small; hunt: by
+ * name alone
  *
- * REPEAT=N: the prompt's products and attention run N times more, and every result must be the first one, bit
- * for bit; exit 1 if one was not. Results over 128 MiB are left out: they would have to come to the host each
- * time.
+ * REPEAT=N or REPEAT_S=SECONDS (of each case): the prompt's products and attention run so often or so long
+ * more, and every result must be the first one, bit for bit, as a checksum made on the device says; exit 1 if
+ * one was not, with the pieces (of 32) of its rows and columns that were other. BESIDE=1: while copies come
+ * from the host.
  */
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
+
+#include "kernels/krn_cu_trace.h"
 
 #include "shm/shm_bell.h"
 #include "tests/gpu/cu_kit.h"
@@ -57,33 +63,79 @@ static void line(const char *what, double ms, double flop, double bytes)
     fflush(stdout);
 }
 
-#define COMPARED_MAX ((size_t)128 << 20)
+#define SUMS (2 * KRN_CU_TRACE_PIECES)
 
 static unsigned long repeats;
+static double repeat_s;
 static bool differed;
+static struct krn_cu_trace *trace;
+static krn_cuda_ptr sums;
+
+/* Copies of an expert's size from pinned memory, one behind the other, until told to end. */
+#define BESIDE_BYTES ((size_t)2654208)
+#define BESIDE_SLOTS 16u
+static _Atomic bool beside_ends;
+static unsigned long long beside_copies;
+
+static void *beside(void *arg)
+{
+    void *pinned, *own;
+    krn_cuda_ptr slots;
+    (void)arg;
+    NEED(krn_cuda_enter(device));
+    NEED(KRN_CUDA(host_alloc, &pinned, BESIDE_BYTES, 0));
+    NEED(KRN_CUDA(mem_alloc, &slots, BESIDE_BYTES * BESIDE_SLOTS));
+    NEED(KRN_CUDA(stream_create, &own, KRN_CUDA_STREAM_NON_BLOCKING));
+    memset(pinned, 1, BESIDE_BYTES);
+    while (!atomic_load(&beside_ends)) {
+        for (uint32_t i = 0; i < BESIDE_SLOTS; i++)
+            NEED(KRN_CUDA(copy_in_async, slots + i * BESIDE_BYTES, pinned, BESIDE_BYTES, own));
+        NEED(KRN_CUDA(stream_synchronize, own));
+        beside_copies += BESIDE_SLOTS;
+    }
+    krn_cuda.stream_destroy(own);
+    krn_cuda.mem_free(slots);
+    krn_cuda.host_free(pinned);
+    return NULL;
+}
+
+static void sum_up(void (*run)(void *), void *ctx, krn_cuda_ptr y, size_t rows, size_t row_bytes,
+                   uint64_t (*ret_sums)[SUMS])
+{
+    NEED(KRN_CUDA(memset_8_async, sums, 0, sizeof *ret_sums, stream));
+    run(ctx);
+    NEED(krn_cu_trace_hash(trace, stream, y, rows, row_bytes, row_bytes, sums));
+    NEED(KRN_CUDA(copy_out_async, *ret_sums, sums, sizeof *ret_sums, stream));
+    cu_wait();
+}
+
+static void print_pieces(const char *what, const uint64_t *a, const uint64_t *b)
+{
+    printf(" %s", what);
+    for (uint32_t i = 0; i < KRN_CU_TRACE_PIECES; i++)
+        if (a[i] != b[i])
+            printf(" %u", i);
+}
 
 /* What run writes to y, again and again. */
-static void repeat(void (*run)(void *), void *ctx, krn_cuda_ptr y, size_t bytes)
+static void repeat(void (*run)(void *), void *ctx, krn_cuda_ptr y, size_t rows, size_t row_bytes)
 {
-    unsigned long different = 0, first_at = 0;
-    if (!repeats || bytes > COMPARED_MAX)
+    unsigned long different = 0, i = 0;
+    uint64_t want[SUMS], got[SUMS];
+    if (!repeats && repeat_s <= 0)
         return;
-    run(ctx);
-    uint8_t *want = cu_get(y, bytes);
-    for (unsigned long i = 0; i < repeats; i++) {
-        NEED(KRN_CUDA(memset_8_async, y, 0xff, bytes, stream));
-        run(ctx);
-        uint8_t *got = cu_get(y, bytes);
-        if (memcmp(got, want, bytes) != 0 && different++ == 0)
-            while (got[first_at] == want[first_at])
-                first_at++;
-        free(got);
+    sum_up(run, ctx, y, rows, row_bytes, &want);
+    const uint64_t start_ns = shm_now_ns(), limit_ns = (uint64_t)(repeat_s * 1e9);
+    for (; i < repeats || shm_now_ns() - start_ns < limit_ns; i++) {
+        sum_up(run, ctx, y, rows, row_bytes, &got);
+        if (memcmp(got, want, sizeof got) == 0 || different++ >= 5)
+            continue;
+        printf("    repeat %lu differs:", i);
+        print_pieces("rows", want, got);
+        print_pieces("columns", want + KRN_CU_TRACE_PIECES, got + KRN_CU_TRACE_PIECES);
+        putchar('\n');
     }
-    free(want);
-    printf("  %lu repeats, %lu different", repeats, different);
-    if (different)
-        printf(", the first one from byte %lu of %zu on", first_at, bytes);
-    putchar('\n');
+    printf("  %lu repeats, %lu different\n", i, different);
     fflush(stdout);
     differed |= different != 0;
 }
@@ -148,13 +200,16 @@ static void bench_experts(const char *up_name, const char *down_name, uint32_t t
     size_t part = ru * WIDTH, blob = 2 * part + rd * HIDDEN, stride = (blob + 255) & ~(size_t)255;
     krn_cuda_ptr store = cu_alloc(stride * EXPERTS);
     uint64_t address[EXPERTS];
-    void *g = krn_rand_weights(&rng, up, 2 * WIDTH, HIDDEN), *d = krn_rand_weights(&rng, down, HIDDEN, WIDTH);
-    for (uint32_t e = 0; e < EXPERTS; e++) {
-        address[e] = store + e * stride;
-        cu_put(address[e], g, 2 * part);
-        cu_put(address[e] + 2 * part, d, rd * HIDDEN);
+    for (uint32_t first = 0; first < 3; first++) { /* no expert is like its neighbours */
+        void *g = krn_rand_weights(&rng, up, 2 * WIDTH, HIDDEN),
+             *d = krn_rand_weights(&rng, down, HIDDEN, WIDTH);
+        for (uint32_t e = first; e < EXPERTS; e += 3) {
+            address[e] = store + e * stride;
+            cu_put(address[e], g, 2 * part);
+            cu_put(address[e] + 2 * part, d, rd * HIDDEN);
+        }
+        free(g), free(d);
     }
-    free(g), free(d);
     size_t slots = (size_t)tokens * TOP_K;
     uint32_t *ids = krn_alloc(slots * 4);
     for (uint32_t t = 0; t < tokens; t++)
@@ -190,7 +245,7 @@ static void bench_experts(const char *up_name, const char *down_name, uint32_t t
              decode ? ", decode" : "");
     line(what, time_ms(run_experts, &b), 6.0 * HIDDEN * WIDTH * (double)slots, n_used * (double)blob);
     if (!decode)
-        repeat(run_experts, &b, b.run.out, slots * HIDDEN * 4);
+        repeat(run_experts, &b, b.run.out, slots, HIDDEN * 4);
     free(ids);
     cu_free_all();
 }
@@ -218,7 +273,7 @@ static void bench_dense(const char *type, uint32_t rows, uint32_t cols, uint32_t
     snprintf(what, sizeof what, "dense %s %u x %u, %u tokens", type, rows, cols, tokens);
     line(what, time_ms(run_dense, &b), 2.0 * rows * cols * tokens,
          tokens <= 64 ? (double)rows * b.m[0].row_bytes : 0);
-    repeat(run_dense, &b, b.y, (size_t)tokens * rows * 4);
+    repeat(run_dense, &b, b.y, tokens, (size_t)rows * 4);
     cu_free_all();
 }
 
@@ -280,7 +335,7 @@ static void bench_attention(uint32_t position, uint32_t tokens, uint32_t head_di
     line(what, time_ms(decode ? run_decode : run_attention, &b), 4.0 * head_dim * heads * pairs,
          decode ? 4.0 * (double)cache : 0);
     if (!decode)
-        repeat(run_attention, &b, b.y, n * 2);
+        repeat(run_attention, &b, b.y, tokens, (size_t)heads * head_dim * 2);
     cu_free_all();
 }
 
@@ -568,6 +623,15 @@ int main(int argc, char **argv)
     krn_cuda_device_describe(device, text, sizeof text);
     printf("%s\n", text);
     repeats = getenv("REPEAT") ? strtoul(getenv("REPEAT"), NULL, 10) : 0;
+    repeat_s = getenv("REPEAT_S") ? strtod(getenv("REPEAT_S"), NULL) : 0;
+    struct shm_error err = {0};
+    if (krn_cu_trace_create(&err, &trace)) {
+        fprintf(stderr, "%s\n", err.text);
+        return 1;
+    }
+    NEED(KRN_CUDA(mem_alloc, &sums, SUMS * sizeof(uint64_t)));
+    pthread_t copier;
+    const bool copies = getenv("BESIDE") && pthread_create(&copier, NULL, beside, NULL) == 0;
     bool all = argc < 2;
 #define WANTED(name) (all || strstr(args, " " name " "))
     char args[256] = " ";
@@ -608,6 +672,17 @@ int main(int argc, char **argv)
         bench_attention(16384, 512, 128, false);
         bench_attention(0, 32768, 64, false);
     }
+    if (!all && WANTED("hunt")) { /* of a prompt of 4,608 tokens in chunks of 1,024 */
+        bench_experts("Q4_K", "Q4_K", 512, false);
+        bench_experts("Q4_K", "Q4_K", 1024, false);
+        bench_experts("Q4_K", "Q6_K", 1024, false);
+        bench_dense("Q4_K", 4096, 2048, 1024);
+        bench_dense("Q4_K", 2048, 4096, 512);
+        for (uint32_t i = 0; i < 4; i++)
+            bench_attention(i * 1024, 1024, 128, false);
+        bench_attention(4096, 512, 128, false);
+        bench_attention(0, 4608, 128, false);
+    }
     if (WANTED("decode")) {
         bench_attention(32767, 1, 128, true);
         bench_attention(4095, 1, 128, true);
@@ -632,6 +707,13 @@ int main(int argc, char **argv)
         bench_small(4096);
         bench_small(32768);
     }
+    if (copies) {
+        atomic_store(&beside_ends, true);
+        pthread_join(copier, NULL);
+        printf("beside %.1f GB of copies\n", (double)beside_copies * (double)BESIDE_BYTES * 1e-9);
+    }
+    krn_cuda.mem_free(sums);
+    krn_cu_trace_destroy(&trace);
     krn_cuda.stream_destroy(stream);
     krn_cu_destroy(&cu);
     krn_cuda_device_close(&device);

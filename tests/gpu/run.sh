@@ -8,6 +8,7 @@
 #   stream     streams without compute, speed                      soak       10,000 streams with random settings
 #   scale      real shapes against an independent float32 model    kills      kill -9 of either side, 100 times each
 #   restart    worker and expertd killed: time by phase, residents, 36 GB of memory for a 17 GB model
+#   hunt       where rare wrong bits come from: hunt.py, and kernels repeated beside copies; 150 s; not by default
 #   sanitizer  compute-sanitizer: memcheck, racecheck, synccheck   two_gpus   one expertd, a worker on each GPU
 #
 # Prints each one's figures, then a table, last "N passed, N failed, N skipped". Exit status 1 when anything failed,
@@ -20,7 +21,7 @@ limit=${LIMIT_S:-300}
 all="kernels link daemon stream goldens bits settings soak kills scale restart sanitizer two_gpus"
 stages=${*:-$all}
 for stage in $stages; do
-    case " $all " in
+    case " $all hunt " in
     *" $stage "*) ;;
     *) echo "run.sh: unknown stage $stage: one of $all" >&2; exit 2 ;;
     esac
@@ -73,6 +74,12 @@ stage() {
         pytest test_goldens_gpu.py
         ;;
     bits | settings | soak | kills) pytest "test_$1_gpu.py" ;;
+    hunt)
+        "$python" "$top"/tests/gpu/hunt.py "$build"
+        local status=$?
+        REPEAT_S=${HUNT_KERNEL_S:-3} BESIDE=1 "$build"/tests/gpu/b_cu_kernels hunt || status=1
+        return $status
+        ;;
     scale) "$python" "$top"/tests/gpu/reference_torch.py "$build" ;;
     restart)
         local model=${MODEL:-$scratch}

@@ -36,6 +36,42 @@ static int failures;
         }                                                                                                    \
     } while (0)
 
+static int park_open(struct prt_client *client, uint64_t session, struct prt_parkopen_reply *ret_reply,
+                     struct shm_error *err)
+{
+    struct prt_parkopen_request open = {
+        .session = session, .block_bytes = 100000, .layout = "l", .build = "b"};
+    memcpy(open.model, prt_client_store(client)->fingerprint, sizeof(open.model));
+    return prt_client_parkopen(client, &open, ret_reply, err);
+}
+
+static int park_reserve(struct prt_client *client, uint64_t session, struct prt_parkreserve_reply *ret_reply,
+                        struct shm_error *err)
+{
+    struct prt_parkreserve_request r = {
+        .session = session, .blocks = 2, .key = {1, 1, 2, 2}, .parent = {0, 0, 1, 1}};
+    return prt_client_parkreserve(client, &r, ret_reply, err);
+}
+
+/* Of two blocks one is committed and held, one is only reserved. */
+static int park_two(struct prt_client *client, uint64_t session, struct shm_error *err)
+{
+    struct prt_parkopen_reply open;
+    struct prt_parkreserve_reply reserved;
+    struct prt_parkcommit_request c = {.session = session, .blocks = 1, .checksum = {7, 8}};
+    struct prt_parkcommit_reply committed;
+    struct prt_parkfind_request f = {.session = session, .keys = 1, .key = {1, 1}};
+    struct prt_parkfind_reply found;
+    int rc = park_open(client, session, &open, err);
+    if (rc == 0)
+        rc = park_reserve(client, session, &reserved, err);
+    if (rc == 0) {
+        c.slot[0] = reserved.slot[0];
+        rc = prt_client_parkcommit(client, &c, &committed, err);
+    }
+    return rc ? rc : prt_client_parkfind(client, &f, &found, err);
+}
+
 static int run_worker(const char *runtime, const char *mode)
 {
     struct kit k = {0};
@@ -57,6 +93,10 @@ static int run_worker(const char *runtime, const char *mode)
         while (atomic_load(&w.view.worker->landed_groups) == 0 &&
                atomic_load(&w.view.worker->landed_entries) == 0)
             usleep(100);
+    }
+    if (strcmp(mode, "park") == 0 && park_two(k.client, reply.session, &err) < 0) {
+        fprintf(stderr, "worker: %s\n", err.text);
+        return 1;
     }
     printf("attached\n");
     fflush(stdout);
@@ -298,6 +338,52 @@ static void test_deaths(struct kit *k, int kills)
           "deaths are not counted");
 }
 
+/* The park through the socket: a session is its owner's alone, and a death gives back what it had reserved.
+ */
+static bool one_worker(void *ctx)
+{
+    return kit_workers(ctx) == 1;
+}
+
+static void test_park(struct kit *k)
+{
+    struct kit_worker w;
+    struct shm_error err = {0};
+    struct prt_attach_reply reply;
+    struct prt_parkopen_reply open;
+    struct prt_parkreserve_reply r;
+    struct prt_parkcommit_reply committed;
+    struct prt_parkfind_reply found;
+    pid_t pid = spawn_worker(k, "park");
+    kit_worker_make(k, 8, &w);
+    CHECK(park_open(k->client, 999999, &open, &err) == -ENOENT, "a session that never was");
+    CHECK(prt_client_attach(k->client, &w.request, &reply, &err) == 0, "attach: %s", err.text);
+    CHECK(park_open(k->client, reply.session - 1, &open, &err) == -EPERM && strstr(err.text, "belongs"),
+          "another's session: %s", err.text);
+    CHECK(park_reserve(k->client, reply.session, &r, &err) == -EINVAL && strstr(err.text, "PARKOPEN"),
+          "reserved before PARKOPEN");
+    CHECK(park_open(k->client, reply.session, &open, &err) == 0, "PARKOPEN: %s", err.text);
+    CHECK(access(open.park_path, R_OK | W_OK) == 0 && open.kept == 1 && open.slots > 0, "%s", open.park_path);
+    CHECK(park_reserve(k->client, reply.session, &r, &err) == 0 && r.state[0] == PRT_PARK_KEPT &&
+              r.state[1] == PRT_PARK_BUSY,
+          "states %u %u", r.state[0], r.state[1]);
+    struct prt_parkcommit_request c = {.session = reply.session, .blocks = 1, .slot = {1}};
+    CHECK(prt_client_parkcommit(k->client, &c, &committed, &err) == -EINVAL, "another's slot was committed");
+    struct prt_parkfind_request f = {.session = reply.session, .keys = 2, .key = {1, 1, 2, 2}};
+    CHECK(prt_client_parkfind(k->client, &f, &found, &err) == 0 && found.found == 1 &&
+              found.checksum[0] == 7 && found.checksum[1] == 8,
+          "found %u", found.found);
+    kill(pid, SIGKILL);
+    waitpid(pid, NULL, 0);
+    CHECK(kit_until(one_worker, k, 10000), "the dead one's session stays");
+    CHECK(park_reserve(k->client, reply.session, &r, &err) == 0 && r.state[1] == PRT_PARK_SLOT,
+          "its reservation is held: state %u", r.state[1]);
+    CHECK(shm_counter_get(&prt_client_store(k->client)->counters.park_blocks) == 1, "blocks are not counted");
+    prt_client_detach(k->client, reply.session, &err);
+    CHECK(kit_until(no_workers, k, 10000), "the session stays");
+    kit_worker_free(&w);
+}
+
 /* ---- control ---- */
 
 static void test_delivered_twice(struct kit *k)
@@ -518,6 +604,20 @@ int main(int argc, char **argv)
         test_life(&k);
     }
     kit_end(&k);
+    /* what is parked needs a memory file system */
+    kit_begin(&k, argv[1], argv[2]);
+    rmdir(k.runtime);
+    snprintf(k.runtime, sizeof(k.runtime), "/dev/shm/exd-test-%d-XXXXXX", (int)getpid());
+    const char *parking[] = {"--park", "64M", NULL};
+    if (mkdtemp(k.runtime)) {
+        rc = kit_start(&k, parking);
+        CHECK(rc == 0, "expertd did not start: exit status %d", rc);
+        if (rc == 0)
+            test_park(&k);
+        kit_end(&k);
+    } else {
+        fprintf(stderr, "parking was not tested: /dev/shm: %m\n");
+    }
     fprintf(stderr, failures ? "%d checks FAILED\n" : "all passed\n", failures);
     return failures ? 1 : 0;
 }

@@ -232,7 +232,13 @@ Test(loader, a_model_that_is_written_while_it_is_read)
     off_t at = 0;
     while (copy_file_range(from, &at, fd, NULL, 1 << 20, 0) > 0)
         ;
+    struct exd_gguf *gguf = NULL;
+    struct shm_error err = {0};
+    cr_assert_eq(exd_gguf_open(path, &gguf, &err), -ETXTBSY, "a writer may be in the middle of it");
+    cr_assert(strstr(err.text, path) && strstr(err.text, "open for writing"), "%s", err.text);
+    close(fd);
     fixture_model(&fx, path);
+    fd = open(path, O_WRONLY | O_CLOEXEC);
     struct exd_arena *arena = opened();
     refuses(&(struct meddler){.fd = fd}, arena, path, "was written while it was read");
     exd_arena_close(&arena, true);

@@ -512,8 +512,12 @@ Test(prefix, expertd_away_and_back)
     w.park.session = 0;
     cr_assert_eq(inf_prefix_idle(w.prefix), false);
     w.park.session = ++sessions;
+    cr_assert_eq(inf_prefix_idle_ms(w.prefix), 0, "it is seen that it is another one");
+    inf_prefix_idle(w.prefix);
+    cr_assert_eq(stats(&w).unparked_blocks, 10);
+    park_all(&w);
+    cr_assert_eq(stats(&w).unparked_blocks, 0);
     cr_assert_eq(turn(&w, a, 1201, 0).tokens, 1200);
-    park_all(&w); /* sees that it is another one */
     park_all(&w);
     end(&w);
     start(&w, x, "x", BLOCKS, false);
