@@ -124,3 +124,14 @@ def test_parked(emulated):
     a.process.wait()
     again, more = ask(start("--exact-prefix"), first + more)
     assert again == whole and more["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
+
+
+@pytest.mark.slow
+def test_several_sequences_in_a_pass(emulated):
+    """Prompts together, answers together, across blocks that lie anywhere: each as alone."""
+    for options in (["--floor", "1", "--ring", "20"], ["--floor", "100"]):
+        r = subprocess.run([str(BUILD / "tests/gpu/g_batch"), str(emulated.runtime), "default", "--small", *options],
+                           capture_output=True, text=True, timeout=240 * SLOW)
+        if "not in this program" in r.stderr:
+            pytest.skip("built without nvcc")
+        assert r.returncode == 0 and "the same bits as alone" in r.stdout and " 0 passes" not in r.stdout, r.stdout + r.stderr
