@@ -116,8 +116,16 @@ static int open_park(struct exd_daemon *d)
         struct exd_limits_need need = {.dir = dir, .file_bytes = bytes};
         struct shm_error why;
         int rc = exd_limits_check(&need, &why);
-        if (rc < 0)
-            return shm_error_set(&s->error, rc, "--park: %.440s", shm_error_text(&why));
+        if (rc < 0) {
+            char asked[24], most[24];
+            exd_limits_size(bytes, asked);
+            exd_limits_size(available(dir), most);
+            return shm_error_set(
+                &s->error, rc,
+                "--park: %s are asked for, there is room for %s in %.200s (size of the tmpfs, available "
+                "memory, cgroup and limits of the process counted): give less, auto or off",
+                asked, most, dir);
+        }
     }
     struct exd_park_config config = {.dir = dir, .bytes = bytes};
     memcpy(config.model, exd_arena_view(s->arena)->arena->fingerprint, sizeof(config.model));
