@@ -344,7 +344,7 @@ class Chaos:
 
     def act_link(self):
         pids = [w.process.pid for w in self.workers if w.process.poll() is None]
-        if not pids:
+        if not pids or self.expertd_stopped_until:  # it would not answer, and we would wait for it
             return None
         gbps = self.rng.choice(["0.01", "0.1", "2"])
         subprocess.run([str(a) for a in (self.program("expertctl"), "configure", "--worker", self.rng.choice(pids),
@@ -500,7 +500,7 @@ class Chaos:
             return None
         hashes = {self.refs[n, key] for n in w.models}
         if answer["logits_hash"] not in hashes:
-            self.fail(f"bits: {w.kind} {key!r}: {answer['logits_hash']}, undisturbed {hashes}, after {w.touched}")
+            self.fail(f"bits: {w.kind} {key!r}: {answer}, undisturbed {hashes} of {w.models}, after {w.touched}")
         self.count["right answer"] += 1
         return answer
 
@@ -512,6 +512,8 @@ class Chaos:
             w.stopped_until, w.since = 0, now
         if not hasattr(w, "models"):
             w.models = set()
+        if self.expertd_stopped_until:
+            w.touched.add("expertd stopped")
         if self.served:
             w.models.add(self.served)  # the one that was, or became, served while it ran
         while select.select([w.process.stdout], [], [], 0)[0]:
