@@ -79,6 +79,9 @@ def test_long_prompt(world):
     want, full = hash_of(world, PROMPT, "--stream", "full")
     assert full["stream"]["dropped"] == 0
     for order in ("index", "recent", "predicted"):
-        got, r = hash_of(world, PROMPT, "--order", order, "--floor", 1024, "--link-gbps", 0.005)
-        assert got == want, order
+        for gbps in (0.005, 0.001):  # the slower one where the machine is busy and computing is slower than the link
+            got, r = hash_of(world, PROMPT, "--order", order, "--floor", 1024, "--link-gbps", gbps)
+            assert got == want, order
+            if r["stream"]["dropped"]:
+                break
         assert r["stream"]["dropped"] > 0, order
