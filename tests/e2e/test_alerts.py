@@ -90,6 +90,7 @@ def test_dashboard_speaks_of_metrics_that_exist(world):
     promtool("check", "rules", path)
 
 
+@pytest.mark.slow
 def test_stalled_worker_and_restart(world):
     """A worker stopped in the middle of a stream; meanwhile another instance's expertd is killed and started again."""
     world.expertd("--floor", "16")

@@ -5,6 +5,7 @@ waits, copies and publications between two processes. Slow, so for prompts of a 
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,12 +69,15 @@ def test_follow_up_turn(emulated):
 @pytest.mark.slow
 def test_bits_of_generated_tokens(emulated):
     """One by one behind a prompt: experts all in reach, group by group, resident, some of each."""
-    got = []
-    for options in (["--floor", 1, "--stream", "full", "--ring", 20], ["--floor", 1, "--order", "predicted", "--ring", 3], ["--resident", 5, "--ring", 20],
-                    ["--resident", 5, "--ring", 3], ["--resident", 1000]):
+    def read(options):
         r = emulated.run("--device", "cuda", "--prompt", "A", "--raw", "-n", 3, "--temperature", 0, "--ignore-eos", "--hash",
                          "--chunk", 16, "--ctx", 64, *options)
-        got.append((r["logits_hash"], tuple(r["generated_tokens"])))
+        return r["logits_hash"], tuple(r["generated_tokens"])
+
+    settings = (["--floor", 1, "--stream", "full", "--ring", 20], ["--floor", 1, "--order", "predicted", "--ring", 3],
+                ["--resident", 5, "--ring", 20], ["--resident", 5, "--ring", 3], ["--resident", 1000])
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(read, settings))
     assert len(set(got)) == 1, got
 
 

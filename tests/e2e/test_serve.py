@@ -124,6 +124,7 @@ def test_json_is_forced(server):
             assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
+@pytest.mark.slow
 def test_text_is_always_whole_characters(server):
     """Random tokens of a byte-level vocabulary: parts of characters all the time."""
     for seed in range(3):
@@ -613,6 +614,7 @@ def test_wrong_starts(world, tmp_path):
         assert r.returncode == 1 and "another program" in r.stderr
 
 
+@pytest.mark.slow
 def test_commands_of_the_readme(world):
     section = (TOP / "README.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
     commands = [line[4:] for line in section.splitlines() if line.startswith("    ")]
