@@ -227,6 +227,7 @@ def test_prompts_that_begin_alike_read_it_once(world):
         s.close()
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_at_once_read_it_once(world):
     world.expertd("--link-gbps", "0.2", "--park", "off")
     server = Server(world)
