@@ -229,7 +229,7 @@ def test_prompts_that_begin_alike_read_it_once(world):
 
 @pytest.mark.slow
 def test_prompts_that_begin_alike_at_once_read_it_once(world):
-    world.expertd("--link-gbps", "0.2", "--park", "off")
+    world.expertd("--link-gbps", "0.03", "--park", "off")
     server = Server(world)
     bodies = [{"messages": [{"role": "system", "content": prompts()["p300"]["text"]},
                             {"role": "user", "content": f"What about the {w}?"}],
