@@ -80,6 +80,7 @@ struct inf_cuda {
     krn_cuda_ptr kv_memory; /* of each layer keys, then values; of each KV head block after block */
     uint8_t *kv_stage;      /* pinned, of a block; NULL until wanted */
     krn_cuda_ptr table[INF_SPANS_MAX]; /* of the pass's spans, in act.map */
+    struct krn_cu_rows rows;           /* of the pass, where its tokens are generated */
     krn_cuda_ptr memory;
     uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits, then a map */
     krn_cuda_ptr host_device;
@@ -108,11 +109,11 @@ static inline krn_cuda_ptr inf_cuda_control(const struct inf_cuda *c, const void
     return c->control_device + (krn_cuda_ptr)((const uint8_t *)at - (const uint8_t *)c->control.worker);
 }
 
-/* A layer's keys and values of a span. */
-struct krn_cu_kv inf_cuda_kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer);
-
 /* What brings residents and dense weights: opened by the first of them, closed when all are planned. */
 int inf_cuda_upload(struct inf_cuda *c, bool residents, struct shm_error *err);
+
+/* Before anything is enqueued: the device is usable, and this thread's from now on. */
+int inf_cuda_begin(struct inf_cuda *c, struct shm_error *err);
 
 /* A driver's failure in a pass as one line; the device is unusable from then on. */
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err);

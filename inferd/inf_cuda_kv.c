@@ -80,14 +80,13 @@ void inf_cuda_kv_close(struct inf_device *d)
     c->kv = NULL;
 }
 
-static int begin(struct inf_cuda *c, bool stages, struct shm_error *err)
+/* As inf_cuda_begin, and there is a stage. */
+static int begin_staged(struct inf_cuda *c, struct shm_error *err)
 {
-    if (c->broken)
-        return shm_error_set(err, EIO, "the GPU failed in an earlier pass: start inferd anew");
-    int rc = krn_cuda_enter(c->gpu);
-    if (rc || !stages || c->kv_stage)
-        return rc ? inf_cuda_failed(c, rc, err) : 0;
     void *memory;
+    int rc = inf_cuda_begin(c, err);
+    if (rc || c->kv_stage)
+        return rc;
     rc = KRN_CUDA(host_alloc, &memory, c->base.kv_block_bytes, KRN_CUDA_HOST_PORTABLE);
     if (rc)
         return krn_cuda_explain(rc, "pinned memory of a block of keys and values", err);
@@ -98,7 +97,7 @@ static int begin(struct inf_cuda *c, bool stages, struct shm_error *err)
 int inf_cuda_kv_copy(struct inf_device *d, uint32_t from, uint32_t to, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = begin(c, false, err);
+    int rc = inf_cuda_begin(c, err);
     if (rc)
         return rc;
     for (uint32_t i = 0; i < pieces_of(c) && !rc; i++)
@@ -109,7 +108,7 @@ int inf_cuda_kv_copy(struct inf_device *d, uint32_t from, uint32_t to, struct sh
 int inf_cuda_kv_read(struct inf_device *d, uint32_t block, void *to, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = begin(c, true, err);
+    int rc = begin_staged(c, err);
     if (rc)
         return rc;
     for (uint32_t i = 0; i < pieces_of(c) && !rc; i++)
@@ -124,7 +123,7 @@ int inf_cuda_kv_read(struct inf_device *d, uint32_t block, void *to, struct shm_
 int inf_cuda_kv_write(struct inf_device *d, uint32_t block, const void *from, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = begin(c, true, err);
+    int rc = begin_staged(c, err);
     if (rc)
         return rc;
     memcpy(c->kv_stage, from, c->base.kv_block_bytes);

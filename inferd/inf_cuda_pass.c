@@ -27,7 +27,7 @@ static bool decodes(const struct inf_pass *p)
     return p->generated;
 }
 
-static int begin(struct inf_cuda *c, struct shm_error *err)
+int inf_cuda_begin(struct inf_cuda *c, struct shm_error *err)
 {
     if (c->broken)
         return shm_error_set(err, EIO, "the GPU failed in an earlier pass: start inferd anew");
@@ -41,9 +41,13 @@ static int map_spans(struct inf_cuda *c, const struct inf_pass *p)
 {
     struct inf_cuda_map *map = c->host_map;
     uint32_t n = 0;
+    _Static_assert(INF_KV_BLOCK == KRN_CU_KV_BLOCK && INF_SPANS_MAX <= KRN_CU_ROWS_MAX, "the kernels' own");
+    c->rows = (struct krn_cu_rows){.at = c->act.map, .tokens = p->spans};
     for (uint32_t i = 0; i < p->spans; i++) {
         const struct inf_pass_span *s = &p->span[i];
         const uint32_t blocks = inf_kv_blocks(s->position + s->tokens);
+        if (s->position > c->rows.position_most)
+            c->rows.position_most = s->position;
         c->table[i] = c->act.map + offsetof(struct inf_cuda_map, block) + n * sizeof map->block[0];
         map->row[i] = (struct krn_cu_row){.blocks = c->table[i], .position = s->position};
         memcpy(map->block + n, s->kv->block, blocks * sizeof map->block[0]);
@@ -54,21 +58,12 @@ static int map_spans(struct inf_cuda *c, const struct inf_pass *p)
                         c->act.map);
 }
 
-struct krn_cu_kv inf_cuda_kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer)
+/* A layer's keys and values of a span. */
+static struct krn_cu_kv kv_of(const struct inf_cuda *c, uint32_t span, uint32_t layer)
 {
     struct krn_cu_kv kv = c->kv[layer];
     kv.blocks = c->table[span];
     return kv;
-}
-
-/* Generated tokens of a pass. */
-static struct krn_cu_rows rows_of(const struct inf_cuda *c, const struct inf_pass *p)
-{
-    struct krn_cu_rows rows = {.at = c->act.map, .tokens = p->spans};
-    for (uint32_t i = 0; i < p->spans; i++)
-        if (p->span[i].position > rows.position_most)
-            rows.position_most = p->span[i].position;
-    return rows;
 }
 
 /* Angles of all rows. */
@@ -77,10 +72,8 @@ static int rope(struct inf_cuda *c, const struct inf_pass *p)
     const struct inf_model *m = c->model;
     const uint32_t head_dim = m->shape.head_dim;
     int rc = 0;
-    if (decodes(p)) {
-        const struct krn_cu_rows rows = rows_of(c, p);
-        return krn_cu_rope_rows(c->cu, c->stream, &rows, head_dim, m->hparams.rope_base, c->act.rope);
-    }
+    if (decodes(p))
+        return krn_cu_rope_rows(c->cu, c->stream, &c->rows, head_dim, m->hparams.rope_base, c->act.rope);
     for (uint32_t i = 0, row = 0; i < p->spans && !rc; row += p->span[i++].tokens)
         rc = krn_cu_rope_table(c->cu, c->stream, p->span[i].position, p->span[i].tokens, head_dim,
                                m->hparams.rope_base, c->act.rope + (uint64_t)row * head_dim * 4);
@@ -91,7 +84,7 @@ int inf_cuda_embed(struct inf_device *d, const struct inf_pass *p, struct shm_er
 {
     struct inf_cuda *c = inf_cuda_of(d);
     uint64_t at_ns = shm_now_ns();
-    int rc = begin(c, err);
+    int rc = inf_cuda_begin(c, err);
     if (rc)
         return rc;
     inf_cuda_profile_begin(c);
@@ -135,7 +128,7 @@ static int token_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_
                                              .table = a->rope,
                                              .scratch = a->decode,
                                              .y_f16 = a->y16,
-                                             .rows = rows_of(c, p),
+                                             .rows = c->rows,
                                              .heads = c->model->shape.heads,
                                              .eps = eps};
     int rc;
@@ -156,7 +149,7 @@ static int prompt_attention(struct inf_cuda *c, const struct inf_pass *p, uint32
     int rc;
     for (uint32_t i = 0; i < p->spans; i++) {
         const struct inf_pass_span *span = &p->span[i];
-        const struct krn_cu_kv cache = inf_cuda_kv_of(c, i, layer);
+        const struct krn_cu_kv cache = kv_of(c, i, layer);
         const krn_cuda_ptr q16 = a->q16 + q * 2;
         TRY(krn_cu_qkv(c->cu, c->stream, &cache, span->position, span->tokens, s->heads, a->q + q * 4,
                        a->k + kv * 4, a->v + kv * 4, l->q_norm, l->k_norm, c->model->hparams.rms_eps,

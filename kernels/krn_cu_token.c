@@ -340,12 +340,19 @@ int krn_cu_token_experts(struct krn_cu_token *t, void *stream, const struct krn_
     return rc;
 }
 
+/* The most parts that up to so many keys have, each of them `blocks` blocks. */
+static uint32_t parts_most(uint64_t keys, uint32_t blocks)
+{
+    const uint32_t parts = div_up(keys, KRN_CU_SPLIT_KEYS),
+                   most = blocks > KRN_CU_SPLIT_BLOCKS ? 1 : KRN_CU_SPLIT_BLOCKS / blocks;
+    return parts < most ? parts : most;
+}
+
 uint64_t krn_cu_decode_scratch_bytes(uint32_t ctx, uint32_t tokens, uint32_t heads, uint32_t head_dim)
 {
-    /* Parts are no more than SPLIT_BLOCKS over the blocks of each, which take up to SPLIT_HEADS heads. */
-    const uint32_t parts = div_up(ctx, KRN_CU_SPLIT_KEYS), blocks = div_up(heads, KRN_CU_SPLIT_HEADS),
-                   most = blocks > KRN_CU_SPLIT_BLOCKS ? 1 : KRN_CU_SPLIT_BLOCKS / blocks;
-    return (uint64_t)(parts < most ? parts : most) * tokens * heads * (head_dim + 4) * sizeof(float);
+    /* A part's blocks take up to SPLIT_HEADS heads each. */
+    return (uint64_t)parts_most(ctx, div_up(heads, KRN_CU_SPLIT_HEADS)) * tokens * heads * (head_dim + 4) *
+           sizeof(float);
 }
 
 /* Parts of so many keys (krn_cu_decode.cu). */
@@ -369,10 +376,8 @@ static int decode(struct krn_cu_token *t, void *stream, const struct krn_cu_kv *
     a->blocks = kv->kv_heads * div_up(a->heads / kv->kv_heads, KRN_CU_SPLIT_HEADS);
     if ((kv->head_dim != 64 && kv->head_dim != 128) || !a->tokens || a->tokens > KRN_CU_ROWS_MAX)
         return -EINVAL;
-    /* Of several tokens, whose keys are not known here: as many as any can have. */
-    const uint32_t most = a->blocks > KRN_CU_SPLIT_BLOCKS ? 1 : KRN_CU_SPLIT_BLOCKS / a->blocks;
-    const uint32_t longest = div_up(keys_most, KRN_CU_SPLIT_KEYS);
-    a->parts = a->tokens == 1 ? parts_of(keys_most, a->blocks) : longest < most ? longest : most;
+    /* Of several tokens each one's keys are not known here. */
+    a->parts = a->tokens == 1 ? parts_of(keys_most, a->blocks) : parts_most(keys_most, a->blocks);
     const bool wide = kv->head_dim == 128;
     if (a->parts <= KRN_CU_JOIN_FEW && a->tokens * a->blocks <= KRN_CU_COUNTERS)
         a->counters = t->counters;
