@@ -3,6 +3,7 @@
 #include "tools/bench_load.h"
 
 #include "shm/shm_word.h"
+#include "tools/bench_common.h"
 
 #include <argp.h>
 #include <errno.h>
@@ -65,17 +66,6 @@ static const struct argp_option options[] = {
     {0},
 };
 
-static uint64_t whole(struct argp_state *state, const char *option, const char *text, uint64_t low,
-                      uint64_t high)
-{
-    struct shm_error err = {0};
-    uint64_t value = 0;
-    shm_number_parse(option, text, low, high, &value, &err);
-    if (err.code)
-        argp_error(state, "%s", shm_error_text(&err));
-    return value;
-}
-
 static double real(struct argp_state *state, const char *option, const char *text, double low, double high)
 {
     char *end;
@@ -94,7 +84,7 @@ static void parse_points(struct argp_state *state, struct load_options *o, char 
         if (rate)
             p->rate = real(state, "--rate", item, 0.001, 100000);
         else
-            p->conversations = (unsigned)whole(state, "--conversations", item, 1, 4096);
+            p->conversations = (unsigned)bench_whole(state, "--conversations", item, 1, 4096);
     }
 }
 
@@ -103,8 +93,8 @@ static void parse_range(struct argp_state *state, const char *option, char *text
     char *to = strchr(text, '-');
     if (to)
         *to++ = '\0';
-    range[0] = (unsigned)whole(state, option, text, 1, 1u << 24);
-    range[1] = to ? (unsigned)whole(state, option, to, range[0], 1u << 24) : range[0];
+    range[0] = (unsigned)bench_whole(state, option, text, 1, 1u << 24);
+    range[1] = to ? (unsigned)bench_whole(state, option, to, range[0], 1u << 24) : range[0];
 }
 
 static void parse_server(struct argp_state *state, struct load_options *o, const char *text)
@@ -144,16 +134,16 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         parse_points(state, o, arg, key == OPT_RATE);
         return 0;
     case OPT_COUNT:
-        o->count = (unsigned)whole(state, "--count", arg, 1, 1u << 24);
+        o->count = (unsigned)bench_whole(state, "--count", arg, 1, 1u << 24);
         return 0;
     case 'n':
-        o->rounds = (unsigned)whole(state, "--pairs", arg, 1, LOAD_ROUNDS_MAX);
+        o->rounds = (unsigned)bench_whole(state, "--pairs", arg, 1, LOAD_ROUNDS_MAX);
         return 0;
     case OPT_SECONDS:
         o->seconds = real(state, "--seconds", arg, 0.001, 1e6);
         return 0;
     case OPT_TURNS:
-        o->turns = (unsigned)whole(state, "--turns", arg, 1, 10000);
+        o->turns = (unsigned)bench_whole(state, "--turns", arg, 1, 10000);
         return 0;
     case OPT_PROMPT:
         parse_range(state, "--prompt-tokens", arg, o->prompt);
@@ -162,10 +152,10 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         parse_range(state, "--turn-tokens", arg, o->turn);
         return 0;
     case OPT_SYSTEM:
-        o->system = (unsigned)whole(state, "--system-tokens", arg, 0, 1u << 24);
+        o->system = (unsigned)bench_whole(state, "--system-tokens", arg, 0, 1u << 24);
         return 0;
     case OPT_MAX_TOKENS:
-        o->max_tokens = (unsigned)whole(state, "--max-tokens", arg, 1, 1u << 24);
+        o->max_tokens = (unsigned)bench_whole(state, "--max-tokens", arg, 1, 1u << 24);
         return 0;
     case OPT_MAY_END:
         o->may_end = true;
@@ -177,10 +167,10 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         o->timeout_s = real(state, "--timeout", arg, 0.01, 1e6);
         return 0;
     case OPT_RETRIES:
-        o->retries = (unsigned)whole(state, "--retries", arg, 0, 1u << 20);
+        o->retries = (unsigned)bench_whole(state, "--retries", arg, 0, 1u << 20);
         return 0;
     case OPT_SEED:
-        o->seed = whole(state, "--seed", arg, 0, (uint64_t)INT64_MAX);
+        o->seed = bench_whole(state, "--seed", arg, 0, (uint64_t)INT64_MAX);
         return 0;
     case OPT_MODEL:
         o->model = arg;

@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 #include "tools/bench_load.h"
 
+#include "tools/bench_common.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-struct spread {
-    double low, median, high;
-};
 
 struct tail {
     double p50, p99, max;
@@ -16,7 +14,7 @@ struct tail {
 
 /* One server under one load, all rounds together. */
 struct summary {
-    struct spread seconds, prompt_tps, generated_tps, generated_ratio, ttft_ratio;
+    struct bench_spread seconds, prompt_tps, generated_tps, generated_ratio, ttft_ratio;
     struct tail ttft, later, itl, total;
     uint64_t conversations, requests, ok, retries, prompt_tokens, cached_tokens, generated_tokens, failed;
     struct load_failure failure[LOAD_STATUS_MAX];
@@ -24,20 +22,6 @@ struct summary {
     double late_ms;
     const char *why;
 };
-
-static int compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static struct spread spread_of(double *v, unsigned n)
-{
-    if (!n)
-        return (struct spread){0};
-    qsort(v, n, sizeof *v, compare);
-    return (struct spread){v[0], n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2, v[n - 1]};
-}
 
 /* The smallest value that the share of all does not pass. */
 static double rank(const double *sorted, size_t n, double share)
@@ -56,7 +40,7 @@ static struct tail tail_of(const struct load_series *const *series, unsigned n)
         for (size_t k = 0; k < series[i]->n; k++)
             load_series_add(&all, series[i]->v[k]);
     if (all.n) {
-        qsort(all.v, all.n, sizeof *all.v, compare);
+        qsort(all.v, all.n, sizeof *all.v, bench_compare);
         t = (struct tail){rank(all.v, all.n, 0.5), rank(all.v, all.n, 0.99), all.v[all.n - 1], all.n};
     }
     free(all.v);
@@ -121,11 +105,11 @@ static struct summary summarize(const struct load_run *base, const struct load_r
         s.late_ms = r->late_ms > s.late_ms ? r->late_ms : s.late_ms;
         add_failures(&s, r);
     }
-    s.seconds = spread_of(seconds, rounds);
-    s.prompt_tps = spread_of(prompt, rounds);
-    s.generated_tps = spread_of(generated, rounds);
-    s.generated_ratio = spread_of(g_ratio, n_g);
-    s.ttft_ratio = spread_of(t_ratio, n_t);
+    s.seconds = bench_spread_of(seconds, rounds);
+    s.prompt_tps = bench_spread_of(prompt, rounds);
+    s.generated_tps = bench_spread_of(generated, rounds);
+    s.generated_ratio = bench_spread_of(g_ratio, n_g);
+    s.ttft_ratio = bench_spread_of(t_ratio, n_t);
     s.ttft = tail_at(runs, rounds, offsetof(struct load_run, ttft_ms));
     s.later = tail_at(runs, rounds, offsetof(struct load_run, later_ttft_ms));
     s.itl = tail_at(runs, rounds, offsetof(struct load_run, itl_ms));
@@ -209,7 +193,7 @@ void load_print_table(const struct load_options *o, const struct load_run *runs)
            o->servers > 1 ? "\nratios: to the first server within a round, above 1 is better." : "");
 }
 
-static json_t *json_spread(struct spread s)
+static json_t *json_spread(struct bench_spread s)
 {
     return json_pack("{s:f, s:f, s:f}", "low", s.low, "median", s.median, "high", s.high);
 }

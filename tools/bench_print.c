@@ -1,32 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 #include "tools/bench.h"
 
+#include "tools/bench_common.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-struct spread {
-    double low, median, high;
-};
-
-static int compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static struct spread spread_of(double *values, uint32_t n)
-{
-    if (!n)
-        return (struct spread){0};
-    qsort(values, n, sizeof *values, compare);
-    double median = n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-    return (struct spread){values[0], median, values[n - 1]};
-}
-
 /* What is printed of one setting. */
 struct summary {
-    struct spread time_ms, ratio;
+    struct bench_spread time_ms, ratio;
     struct bench_sample middle; /* counters of the read nearest the median time */
     double tokens_per_s;
     double link_gbps;  /* bytes over the link's busy time */
@@ -75,8 +58,9 @@ static struct summary summarize(const struct bench_read *read, uint32_t arm, dou
         ratio[p] = read->sample[0][p].read_ms / sample[p].read_ms;
         decode[p] = sample[p].decode_ms > 0 ? (double)sample[p].decode_tokens * 1e3 / sample[p].decode_ms : 0;
     }
-    struct summary s = {.time_ms = spread_of(time, read->rounds), .ratio = spread_of(ratio, read->rounds)};
-    s.decode_tps = spread_of(decode, read->rounds).median;
+    struct summary s = {.time_ms = bench_spread_of(time, read->rounds),
+                        .ratio = bench_spread_of(ratio, read->rounds)};
+    s.decode_tps = bench_spread_of(decode, read->rounds).median;
     s.middle = sample[0];
     for (uint32_t p = 1; p < read->rounds; p++) {
         double d = sample[p].read_ms - s.time_ms.median, best = s.middle.read_ms - s.time_ms.median;
@@ -149,7 +133,7 @@ void bench_print_table(const struct bench_results *r)
            "no token used. us/copy: CPU time of the issuer.\n");
 }
 
-static json_t *json_spread(struct spread s)
+static json_t *json_spread(struct bench_spread s)
 {
     return json_pack("{s:f, s:f, s:f}", "low", s.low, "median", s.median, "high", s.high);
 }

@@ -4,6 +4,7 @@
 #include "proto/prt_file.h"
 #include "shm/shm_bell.h"
 #include "shm/shm_word.h"
+#include "tools/bench_common.h"
 
 #include <argp.h>
 #include <errno.h>
@@ -150,17 +151,6 @@ static void parse_setting(struct argp_state *state, struct bench_options *o, con
     o->arms++;
 }
 
-static uint32_t whole(struct argp_state *state, const char *option, const char *text, uint64_t low,
-                      uint64_t high)
-{
-    struct shm_error err = {0};
-    uint64_t value = 0;
-    shm_number_parse(option, text, low, high, &value, &err);
-    if (err.code)
-        argp_error(state, "%s", shm_error_text(&err));
-    return (uint32_t)value;
-}
-
 static void parse_spans(struct argp_state *state, struct bench_options *o, char *list)
 {
     o->spans = 0;
@@ -172,9 +162,9 @@ static void parse_spans(struct argp_state *state, struct bench_options *o, char 
         if (plus) {
             *plus = 0;
             tokens = plus + 1;
-            span->at = whole(state, "--tokens", item, 1, 1u << 27);
+            span->at = (uint32_t)bench_whole(state, "--tokens", item, 1, 1u << 27);
         }
-        span->tokens = whole(state, "--tokens", tokens, 1, 1u << 27);
+        span->tokens = (uint32_t)bench_whole(state, "--tokens", tokens, 1, 1u << 27);
     }
 }
 
@@ -203,7 +193,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
             argp_error(state, "--seconds: '%s' is not a time above 0", arg);
         return 0;
     case OPT_GENERATE:
-        o->generate = whole(state, "--generate", arg, 1, 1u << 20);
+        o->generate = (uint32_t)bench_whole(state, "--generate", arg, 1, 1u << 20);
         return 0;
     case OPT_BITS:
         parse_bits(state, o, arg);
@@ -248,7 +238,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         o->chunk = arg;
         return 0;
     case OPT_FLOOR:
-        o->floor = whole(state, "--floor", arg, 1, UINT32_MAX);
+        o->floor = (uint32_t)bench_whole(state, "--floor", arg, 1, UINT32_MAX);
         return 0;
     case OPT_RESIDENT:
         o->resident = arg;
@@ -263,7 +253,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         o->json = true;
         return 0;
     case 'n':
-        o->rounds = whole(state, "--pairs", arg, 1, BENCH_ROUNDS_MAX);
+        o->rounds = (uint32_t)bench_whole(state, "--pairs", arg, 1, BENCH_ROUNDS_MAX);
         return 0;
     case ARGP_KEY_ARG:
         parse_setting(state, o, arg);
