@@ -24,7 +24,7 @@ struct srv_seq {
     uint32_t blocks; /* of keys and values, kept free for it */
     uint32_t exact;  /* tokens that were read as part of a prompt, as were all before them */
     bool loading;    /* more of its beginning comes from the park */
-    bool waits;      /* another one reads its beginning just now */
+    bool looks;      /* for its beginning again, before its first token: it may be kept by then */
     struct inf_sampler *sampler;
     struct inf_detok *detok;
     struct srv_text *text;

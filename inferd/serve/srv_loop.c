@@ -184,7 +184,13 @@ static bool answers(const struct srv_seq *s)
     return s->next >= 0;
 }
 
-/* The same number for jobs of the same client. */
+/* Of each sequence: the tokens that are to be read of its prompt now, and the same number for those of one
+ * client. */
+struct reads {
+    uint32_t rest[SRV_PARALLEL_MAX];
+    unsigned client[SRV_PARALLEL_MAX];
+};
+
 static unsigned client_of(const struct srv_engine *e, unsigned i)
 {
     unsigned first = 0;
@@ -193,51 +199,52 @@ static unsigned client_of(const struct srv_engine *e, unsigned i)
     return first;
 }
 
-/* Whole blocks at the beginning that two prompts have in common, in tokens. */
-static uint32_t alike(const struct inf_ids *a, const struct inf_ids *b)
+/* Tokens that its client has before it: they are read first. */
+static uint64_t before(const struct reads *r, unsigned i)
 {
-    size_t n = (a->n < b->n ? a->n : b->n) - 1, i = 0;
-    while (i < n && a->ids[i] == b->ids[i])
-        i++;
-    return (uint32_t)(i - i % INF_KV_BLOCK);
+    uint64_t tokens = 0;
+    for (unsigned k = 0; k < i; k++)
+        tokens += r->client[k] == r->client[i] ? r->rest[k] : 0;
+    return tokens;
 }
 
-/* A prompt that was not begun yet waits for the one that reads its beginning just now, and takes it from
- * there. reads: which of those before it are read. */
-static bool waits(const struct srv_engine *e, unsigned i, const bool *reads)
+/* Two prompts have a whole block more in common at their beginning than either has read. */
+static bool alike(const struct srv_seq *a, const struct srv_seq *b)
 {
-    const struct srv_seq *s = e->seq[i];
-    if (s->c->n != s->result.cached_tokens)
-        return false;
-    for (unsigned k = 0; k < i; k++) {
-        const struct srv_seq *other = e->seq[k];
-        if (!reads[k])
-            continue;
-        bool next = true; /* it gets tokens: its client has no earlier one */
-        for (unsigned j = 0; j < k && next; j++)
-            next = !reads[j] || strcmp(e->seq[j]->job->client, other->job->client) != 0;
-        uint32_t common = next ? alike(&s->job->prompt, &other->job->prompt) : 0;
-        if (common > s->c->n && common > other->c->n)
+    const struct inf_ids *x = &a->job->prompt, *y = &b->job->prompt;
+    const uint32_t read = a->c->n > b->c->n ? a->c->n : b->c->n,
+                   n = read - read % INF_KV_BLOCK + INF_KV_BLOCK;
+    return n < x->n && n < y->n && memcmp(x->ids, y->ids, n * sizeof *x->ids) == 0;
+}
+
+/* A prompt that was not begun yet waits for the one that reads its beginning, and takes it from there. That
+ * one gets tokens now, or before this one in any case: it is the first of its client, or of the same one. */
+static bool waits(const struct srv_engine *e, unsigned i, const struct reads *r)
+{
+    for (unsigned k = 0; k < i; k++)
+        if (r->rest[k] && (r->client[k] == r->client[i] || !before(r, k)) && alike(e->seq[i], e->seq[k]))
             return true;
-    }
     return false;
 }
 
-/* Which sequences are read. */
-static void choose(struct srv_engine *e, bool *ret_reads)
+/* What has waited, or stood behind another one of its client, looks for its beginning again before its first
+ * token: it may have been read meanwhile. */
+static void choose(struct srv_engine *e, struct reads *ret_reads)
 {
     for (unsigned i = 0; i < e->n_seq; i++) {
         struct srv_seq *s = e->seq[i];
-        ret_reads[i] = false;
+        ret_reads->rest[i] = 0;
+        ret_reads->client[i] = client_of(e, i);
         if (!srv_seq_rest(s))
             continue;
-        bool waited = s->waits;
-        s->waits = waits(e, i, ret_reads);
-        if (waited && !s->waits) {
+        const bool unbegun = s->c->n == s->result.cached_tokens, wait = unbegun && waits(e, i, ret_reads);
+        const uint64_t ahead = unbegun ? before(ret_reads, i) : 0;
+        if (s->looks && unbegun && !wait && ahead < e->engine->chunk) {
             inf_conversation_truncate(s->c, 0);
             srv_seq_take_prefix(s);
         }
-        ret_reads[i] = !s->waits && srv_seq_rest(s);
+        s->looks = wait || ahead;
+        ret_reads->rest[i] = wait ? 0 : srv_seq_rest(s);
     }
 }
 
@@ -251,18 +258,18 @@ static void read_prompts(struct srv_engine *e)
                             .gap_ns = (uint64_t)e->config.gap_ms * 1000000,
                             .chunk = e->engine->chunk,
                             .floor = e->engine->store.settings.floor};
-    bool reads[SRV_PARALLEL_MAX];
+    struct reads reads;
     unsigned n = 0;
-    choose(e, reads);
+    choose(e, &reads);
     for (unsigned i = 0; i < e->n_seq; i++) {
         struct srv_seq *s = e->seq[i];
-        uint32_t rest = srv_seq_rest(s);
         load.answers += answers(s);
-        if (!reads[i])
+        if (!reads.rest[i])
             continue;
-        load.rest += rest;
+        load.rest += reads.rest[i];
         of[n] = s;
-        prompt[n++] = (struct srv_prompt){.client = client_of(e, i), .turn = s->job->turn, .rest = rest};
+        prompt[n++] =
+            (struct srv_prompt){.client = reads.client[i], .turn = s->job->turn, .rest = reads.rest[i]};
     }
     if (!n)
         return;

@@ -227,24 +227,20 @@ def test_prompts_that_begin_alike_read_it_once(world):
         s.close()
 
 
-@pytest.mark.slow
 def test_prompts_that_begin_alike_at_once_read_it_once(world):
-    world.expertd("--link-gbps", "0.03", "--park", "off")
+    world.expertd("--link-gbps", "0.2", "--park", "off")
+    server = Server(world)
     bodies = [{"messages": [{"role": "system", "content": prompts()["p300"]["text"]},
                             {"role": "user", "content": f"What about the {w}?"}],
                "temperature": 1, "seed": i, "max_tokens": 8, "logprobs": True}
               for i, w in enumerate(["fox", "bear", "bird", "girl", "boy", "fish"])]
     some = [("/v1/chat/completions", b) for b in bodies]
-    for attempt in range(6):  # on a busy machine they may come one by one
-        server = Server(world)
-        first = server.start_stream(prompt=prompts()["p1100"]["text"], max_tokens=1)
-        server.until_status(lambda t: t["running"], "one is read")  # the others gather meanwhile
-        answers = ask_all(server, some, len(some), range(len(some)))
-        first.close()
-        t = server.until_status(lambda t: not t["running"] and t, "all is quiet")["totals"]
-        assert t["prompt_tokens"] == t["cached_tokens"] + t["read_tokens"]
-        if t["cached_tokens"] >= (len(some) - 1) * 256:
-            break
+    first = server.start_stream(prompt=prompts()["p1100"]["text"], max_tokens=1)
+    server.until_status(lambda t: t["running"], "one is read")  # the others gather meanwhile
+    answers = ask_all(server, some, len(some), range(len(some)))
+    first.close()
+    t = server.until_status(lambda t: not t["running"] and t, "all is quiet")["totals"]
     assert t["cached_tokens"] >= (len(some) - 1) * 256, t
+    assert t["prompt_tokens"] == t["cached_tokens"] + t["read_tokens"]
     alone = Server(world, "--parallel", "1")
     assert ask_all(alone, some[:2], 1, range(2)) == answers[:2]
