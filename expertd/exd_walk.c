@@ -265,8 +265,6 @@ static enum exd_step step_index(struct exd_walk *w)
         int rc = fill_group(w);
         return rc ? fail(w, rc) : EXD_STEP_AGAIN;
     }
-    if (!routed && w->config.policy == SHM_POLICY_DEMAND && !EXD_MUTANT(SIM_MUTANT_DEMAND_BLIND))
-        return EXD_STEP_WAIT_PUBLISH;
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
     struct exd_trust trust = {.sure = UINT32_MAX};
@@ -326,7 +324,9 @@ static void share_groups(struct exd_walk *w)
 }
 
 /* Routed by expected use: which expert comes next is decided once a slot and
- * room on the link are there, with the newest knowledge. */
+ * room on the link are there, with the newest knowledge. On demand also by
+ * index: what is dropped may take no number there, since a consumer whose
+ * routed entries all fit into the ring releases none of a layer's before it has all. */
 static enum exd_step step_expected(struct exd_walk *w)
 {
     const struct shm_mask *routed = w->env.published(w->env.ctx, w->layer);
@@ -343,7 +343,9 @@ static enum exd_step step_expected(struct exd_walk *w)
     if (!slot_free(w, w->entry))
         return EXD_STEP_WAIT_SLOT;
     struct exd_trust trust = {.sure = UINT32_MAX};
-    const uint32_t *expected = w->env.expected(w->env.ctx, w->layer, &trust);
+    const uint32_t *expected = NULL;
+    if (w->config.order != SHM_ORDER_INDEX)
+        expected = w->env.expected(w->env.ctx, w->layer, &trust);
     uint32_t e = choose(w, expected);
     bool certain = routed || trust.sure == 0 || (expected && expected[e] >= trust.sure) ||
                    EXD_MUTANT(SIM_MUTANT_GUESS_IS_CERTAIN);
@@ -379,7 +381,9 @@ int exd_walk_start(struct exd_walk *w, const struct exd_walk_config *c, const st
         return bad_config(err, "groups_per_layer", c->groups_per_layer);
     if (c->policy == SHM_POLICY_FULL)
         w->decide_next = step_full;
-    else if (c->policy == SHM_POLICY_ROUTED || c->policy == SHM_POLICY_DEMAND)
+    else if (c->policy == SHM_POLICY_DEMAND)
+        w->decide_next = step_expected;
+    else if (c->policy == SHM_POLICY_ROUTED)
         w->decide_next = c->order == SHM_ORDER_INDEX ? step_index : step_expected;
     else
         return bad_config(err, "policy", c->policy);

@@ -33,10 +33,11 @@ static bool gated(const struct sim_stream *s)
     return s->policy != SHM_POLICY_FULL;
 }
 
-/* Does a dropped expert take an entry number? Under index it does, so that slots equal the full walk's. */
+/* Does a dropped expert take an entry number? Under index it does, so that slots equal the full walk's; but
+ * not on demand, where a consumer may hold all of a layer's. */
 static bool numbered_by_index(const struct sim_stream *s)
 {
-    return !gated(s) || s->order == SHM_ORDER_INDEX;
+    return !gated(s) || (s->order == SHM_ORDER_INDEX && s->policy != SHM_POLICY_DEMAND);
 }
 
 /* Most copies outstanding after a copy that is certain, or a guess. */

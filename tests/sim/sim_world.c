@@ -27,8 +27,9 @@ struct world {
     bool verbose;
     /* Pace of this schedule. */
     uint32_t weight[ACTOR_COUNT];
-    uint32_t motion; /* of 64 calls of the environment this many move the world */
-    bool ahead;      /* routing sets are published by an actor of their own */
+    uint32_t motion;   /* of 64 calls of the environment this many move the world */
+    bool ahead;        /* routing sets are published by an actor of their own */
+    bool whole_layers; /* see together() */
     /* Shared state. */
     uint64_t loaded[SIM_LAYERS_MAX];
     uint32_t content[SIM_RING_MAX];
@@ -129,14 +130,22 @@ static void release_group(struct world *w)
     sim_checker_release(w->c, (uint64_t)w->layer * s->groups_per_layer + w->group);
 }
 
+/* A worker on a GPU takes a layer of a small chunk as a whole where its routed entries fit into the ring. */
+static bool together(const struct world *w)
+{
+    return w->whole_layers && w->s.policy == SHM_POLICY_DEMAND &&
+           (uint32_t)__builtin_popcountll(w->s.routed[w->layer] & ~w->s.resident[w->layer]) <= w->s.ring;
+}
+
 static bool consumer_can_move(const struct world *w)
 {
     if (w->layer == w->s.layers)
         return false;
     if (w->phase == PHASE_PUBLISH)
         return !w->ahead || w->publish_next > w->layer;
+    const uint64_t base = (uint64_t)w->layer * w->s.groups_per_layer;
     return w->phase == PHASE_RUN ||
-           w->c->landed_groups > (uint64_t)w->layer * w->s.groups_per_layer + w->group;
+           w->c->landed_groups > base + (together(w) ? w->s.groups_per_layer - 1 : w->group);
 }
 
 static void move_consumer(struct world *w)
@@ -501,6 +510,7 @@ static void make_pace(struct world *w)
     for (uint32_t a = 0; a < ACTOR_COUNT; a++)
         w->weight[a] = pace[below(w, 5)];
     w->ahead = !below(w, 4);
+    w->whole_layers = !below(w, 2);
     w->motion = below(w, 2) ? 0 : 1 + below(w, 16);
 }
 
