@@ -276,12 +276,15 @@ template <int HD, int GROUPS> DEV void consume(const krn_cu_attention_sm90_args 
                 load_matrix(q_held[Q_HELD ? i : 0],
                             base + L::Q + i / 4 * L::Q_PANEL + (first_row + warp * 16 + lane % 16) * 128 +
                                 (((i % 4 * 2 + lane / 16) ^ lane % 8) << 4));
-            leave(EMPTY_Q);
         }
         await(FULL_K, w.begin);
         score(w.begin);
         wg_wait<0>();
         scored(w.begin);
+        /* Not before a product took them: an arrival does not wait for loads that were issued before it, which
+         * may stand behind all stores of the last item's results while the copy engine brings the next queries. */
+        if (Q_HELD)
+            leave(EMPTY_Q);
         soften_block(w.begin);
         shrink_sums();
         pack();

@@ -74,7 +74,8 @@ def test_bits_of_generated_tokens(emulated):
                          "--chunk", 16, "--ctx", 64, *options)
         return r["logits_hash"], tuple(r["generated_tokens"])
 
-    settings = (["--floor", 1, "--stream", "full", "--ring", 20], ["--floor", 1, "--order", "predicted", "--ring", 3],
+    settings = (["--floor", 1, "--stream", "full", "--ring", 20], ["--order", "index", "--ring", 20],
+                ["--floor", 1, "--order", "predicted", "--ring", 3],
                 ["--resident", 5, "--ring", 20], ["--resident", 5, "--ring", 3], ["--resident", 1000])
     with ThreadPoolExecutor(2) as pool:
         got = list(pool.map(read, settings))

@@ -18,7 +18,13 @@ struct product {
     float dots[128], saved[128];
 };
 
+struct load {
+    uint32_t *registers;
+    emu_matrix from;
+};
+
 struct thread_state {
+    std::vector<load> loads;
     std::vector<copy> open;
     std::vector<std::vector<copy>> groups;
     std::vector<void *> unseen; // brought by this thread, without a fence behind it
@@ -92,8 +98,30 @@ void emu_async_end()
     thread_state &t = mine();
     if (!t.open.empty())
         fail("copies that nobody committed");
+    if (!t.loads.empty())
+        fail("loads that no product took");
     if (!t.products.empty())
         fail("products that nobody waited for");
+}
+
+// ---- loads ----
+
+void emu_load_issue(uint32_t *registers, const emu_matrix &from)
+{
+    if (seed && emu_random(2))
+        mine().loads.push_back({registers, from});
+    else
+        emu_load_matrix(registers, from);
+}
+
+void emu_loads_end()
+{
+    thread_state &t = mine();
+    while (!t.loads.empty() && emu_random(8)) // what this thread said since, others may act on
+        emu_yield();
+    for (const load &l : t.loads)
+        emu_load_matrix(l.registers, l.from);
+    t.loads.clear();
 }
 
 // ---- copies ----
@@ -197,8 +225,8 @@ static const float *half_values()
     return values;
 }
 
-/* Sixteen elements of a matrix view from (row, col) on, each `down` rows below the last or beside it. A row has
- * 128 bytes, its pieces swizzled by the address itself. */
+/* Sixteen elements of a matrix view from (row, col) on, each `down` rows below the last or beside it. A row
+ * has 128 bytes, its pieces swizzled by the address itself. */
 static void viewed(uint64_t view, uint32_t row, uint32_t col, bool down, uint32_t beyond, float (&v)[16])
 {
     static const float *values = half_values();

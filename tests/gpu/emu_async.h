@@ -3,9 +3,10 @@
  * What an emulated block's threads leave to run beside them (emu_async.cpp): copies to shared memory, boxes
  * of the copy engine, products of a warpgroup. And the seed: with EMU_SEED=n (not 0) all that hardware may do
  * in any order happens in an order drawn from n. A copy lands at once or when it is waited for, a box some
- * time later, a product reads shared memory when it is issued or as late as its wait allows, its sums are NaN
- * until then and its registers are compared; warps take turns unevenly, blocks come in any order
- * (emu_run.cpp). Without a seed copies are as late as allowed and everything else happens at once.
+ * time later, a load into a product's registers at once or when the product takes them, a product reads
+ * shared memory when it is issued or as late as its wait allows, its sums are NaN until then and its
+ * registers are compared; warps take turns unevenly, blocks come in any order (emu_run.cpp). Without a seed
+ * copies are as late as allowed and everything else happens at once.
  */
 #ifndef EMU_ASYNC_H
 #define EMU_ASYNC_H
@@ -51,6 +52,8 @@ void emu_copy(uint32_t target, const void *source, bool valid);
 void emu_commit();
 void emu_wait(unsigned left);
 void emu_see();
+void emu_load_issue(uint32_t *registers, const emu_matrix &from);
+void emu_loads_end();
 void emu_box_issue(const emu_box &box);
 void emu_product_issue(const emu_product &p);
 void emu_product_commit();

@@ -246,31 +246,43 @@ template <int N> static inline void copy_wait()
     emu_wait(N);
 }
 
-static inline void emu_load_matrix(uint32_t (&r)[4], uint32_t address, bool transposed)
+/* Where the eight halves of a lane's registers are. */
+struct emu_matrix {
+    uint32_t at[8];
+};
+static inline emu_matrix emu_matrix_of(uint32_t address, bool transposed)
 {
     emu_lanes *all = emu_exchange(&address, 4, nullptr);
     const uint32_t lane = emu_lane();
+    emu_matrix x;
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t row = transposed ? 2 * (lane % 4) + i % 2 : lane / 4, from;
+        uint32_t col = transposed ? lane / 4 : 2 * (lane % 4) + i % 2;
+        memcpy(&from, (*all)[i / 2 * 8 + row], 4);
+        if (from % 16 || from + 16 > EMU_SHARED_BYTES)
+            abort();
+        x.at[i] = from + 2 * col;
+    }
+    return x;
+}
+static inline void emu_load_matrix(uint32_t *r, const emu_matrix &x)
+{
     for (uint32_t m = 0; m < 4; m++) {
         r[m] = 0;
         for (uint32_t e = 0; e < 2; e++) {
-            uint32_t row = transposed ? 2 * (lane % 4) + e : lane / 4, from;
-            uint32_t col = transposed ? lane / 4 : 2 * (lane % 4) + e;
             uint16_t h;
-            memcpy(&from, (*all)[m * 8 + row], 4);
-            if (from % 16 || from + 16 > EMU_SHARED_BYTES)
-                abort();
-            memcpy(&h, emu_shared + from + 2 * col, 2);
+            memcpy(&h, emu_shared + x.at[2 * m + e], 2);
             r[m] |= (uint32_t)h << 16 * e;
         }
     }
 }
 static inline void load_matrix(uint32_t (&r)[4], uint32_t address)
 {
-    emu_load_matrix(r, address, false);
+    emu_load_matrix(r, emu_matrix_of(address, false));
 }
 static inline void load_matrix_trans(uint32_t (&r)[4], uint32_t address)
 {
-    emu_load_matrix(r, address, true);
+    emu_load_matrix(r, emu_matrix_of(address, true));
 }
 
 /* A lane's part of one m16n8k16 step. */

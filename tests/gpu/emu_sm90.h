@@ -9,6 +9,13 @@
 
 #include "tests/gpu/emu_async.h"
 
+/* Loads of these kernels are for a product's registers, and nothing but that product waits for them. */
+static inline void load_matrix_late(uint32_t (&r)[4], uint32_t address)
+{
+    emu_load_issue(r, emu_matrix_of(address, false));
+}
+#define load_matrix load_matrix_late
+
 /* Both rows of 16 that a lane's registers and its neighbours' hold of a. */
 static inline void emu_rows(const uint32_t *a, float (&A)[2][16])
 {
@@ -25,6 +32,7 @@ static inline void emu_product_of(emu_kind kind, float *d, int n, const uint32_t
                                   uint64_t b, bool add)
 {
     emu_product p = {kind, d, n, add, a == nullptr, a_view, b, {}, a, emu_lane(), emu_thread.x / 32};
+    emu_loads_end();
     if (a)
         emu_rows(a, p.rows);
     emu_product_issue(p);

@@ -154,6 +154,7 @@ int main(int argc, char **argv)
         return rc;
     seeds = argc > 1 ? (unsigned)atoi(argv[1]) : 3;
     attention(128, 4, 1, 300, 150); /* the rest of the items shared by blocks, an item cut in two */
+    attention(128, 4, 1, 0, 250);   /* several items of one step each behind one another in a block */
     attention(64, 3, 1, 130, 70);
     experts("Q4_K", "Q6_K", 70, 3);
     experts("Q4_K", "Q4_K", 150, 3);
