@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* The layout that processes of different builds share, spelled out. No code: it compiles or it does not. What
- * fails here needs a new magic of its segment (SHM_STORE_MAGIC, SHM_WORKER_MAGIC, SHM_ARENA_MAGIC) with the
- * new numbers. */
+ * fails here needs a new magic of its segment (SHM_STORE_MAGIC, SHM_WORKER_MAGIC, SHM_EVENT_MAGIC,
+ * SHM_ARENA_MAGIC) with the new numbers. */
 #include "shm/shm_arena.h"
+#include "shm/shm_event.h"
 #include "shm/shm_park.h"
 #include "shm/shm_server.h"
 #include "shm/shm_store.h"
@@ -94,6 +95,7 @@ AT(shm_worker, report, 960);
 AT(shm_worker, link, 11200);
 AT(shm_worker, compute, 12224);
 AT(shm_worker, server_fd, 12352);
+AT(shm_worker, trace_fd, 12356);
 
 SIZE(shm_route, 192);
 AT(shm_route, seq, 0);
@@ -143,6 +145,52 @@ AT(shm_store, worker, 3584);
 SIZE(shm_server, 2176);
 AT(shm_server, oldest_ns, 64);
 AT(shm_server, counters, 128);
+
+SIZE(shm_event_field, 24);
+AT(shm_event_field, name, 0);
+AT(shm_event_field, offset, 16);
+AT(shm_event_field, bytes, 17);
+AT(shm_event_field, format, 18);
+AT(shm_event_field, set, 19);
+
+SIZE(shm_event_info, 192);
+AT(shm_event_info, name, 0);
+AT(shm_event_info, span, 24);
+AT(shm_event_info, kind, 40);
+AT(shm_event_info, phase, 41);
+AT(shm_event_info, fields, 42);
+AT(shm_event_info, field, 48);
+
+SIZE(shm_event_value, 32);
+AT(shm_event_value, set, 0);
+AT(shm_event_value, value, 4);
+AT(shm_event_value, name, 8);
+
+SIZE(shm_event_ring, 192);
+AT(shm_event_ring, next, 0);
+AT(shm_event_ring, offset, 64);
+AT(shm_event_ring, capacity, 72);
+AT(shm_event_ring, first, 80);
+AT(shm_event_ring, owned, 88);
+AT(shm_event_ring, pid, 92);
+AT(shm_event_ring, session, 96);
+AT(shm_event_ring, thread, 104);
+AT(shm_event_ring, name, 120);
+
+SIZE(shm_event_segment, 192);
+AT(shm_event_segment, header, 0);
+AT(shm_event_segment, program, 64);
+AT(shm_event_segment, realtime_ns, 80);
+AT(shm_event_segment, infos, 88);
+AT(shm_event_segment, info_bytes, 92);
+AT(shm_event_segment, values, 96);
+AT(shm_event_segment, value_bytes, 100);
+AT(shm_event_segment, rings, 104);
+AT(shm_event_segment, ring_bytes, 108);
+AT(shm_event_segment, event_bytes, 112);
+AT(shm_event_segment, infos_offset, 120);
+AT(shm_event_segment, values_offset, 128);
+AT(shm_event_segment, rings_offset, 136);
 
 SIZE(shm_park_head, 1024);
 AT(shm_park_head, key, 0);

@@ -216,7 +216,8 @@ struct shm_worker {
     /* ---- written by the worker ---- */
     struct shm_compute_counters compute;
     uint32_t server_fd; /* its descriptor of its server segment (shm_server.h), before attach; 0: none */
-    uint8_t pad5[60];
+    uint32_t trace_fd;  /* likewise of its segment of events (shm_event.h) */
+    uint8_t pad5[56];
 };
 
 /* Routing set of one layer. expertd reads seq (acquire), then copies the mask once. */
