@@ -106,6 +106,7 @@ static int detach(struct exd_daemon *d, const struct prt_detach_request *request
     exd_log(EXD_LOG_INFO, "worker %s (pid %d) detached", exd_session_name(session),
             (int)exd_session_pid(session));
     shm_counter_add(&exd_store_segment(d->store)->counters.detaches, 1);
+    exd_event_detach(d->events, request->session, request->pid);
     exd_daemon_close_session(d, index, NULL);
     return 0;
 }

@@ -42,6 +42,12 @@ uint32_t exd_daemon_state(struct exd_daemon *d)
     return atomic_load_explicit(&exd_store_segment(d->store)->state, memory_order_relaxed);
 }
 
+void exd_daemon_set_state(struct exd_daemon *d, uint32_t state)
+{
+    exd_store_set_state(d->store, state);
+    exd_event_state(d->events, state);
+}
+
 uint32_t exd_daemon_busy(struct exd_daemon *d)
 {
     uint32_t busy = 0;
@@ -142,6 +148,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
                                         .batch = o->batch,
                                         .trace = o->trace,
                                         .trace_file = o->trace_file,
+                                        .events = d->events,
                                         .wake_fd = d->wake_fd};
     struct exd_session *session;
     int rc = exd_session_open(&config, request, d->sessions + 1, &session, err);
@@ -157,6 +164,7 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
     exd_store_set_worker(d->store, index, request, d->sessions, exd_session_name(session),
                          exd_session_gpu(session));
     shm_counter_add(&exd_store_segment(d->store)->counters.attaches, 1);
+    exd_event_attach(d->events, d->sessions, request->pid, request->ring);
     exd_log(EXD_LOG_INFO, "worker %s (pid %u) attached: session %llu, ring of %u slots",
             exd_session_name(session), request->pid, (unsigned long long)d->sessions, request->ring);
     exd_mps_advise(d, index);
@@ -172,6 +180,7 @@ static void on_peer(struct exd_daemon *d, uint64_t number)
                     exd_session_name(d->session[i]), (int)exd_session_pid(d->session[i]),
                     (unsigned long long)number);
             shm_counter_add(&exd_store_segment(d->store)->counters.deaths, 1);
+            exd_event_death(d->events, number, (uint32_t)exd_session_pid(d->session[i]));
             exd_daemon_close_session(d, i, NULL);
             return;
         }
@@ -190,6 +199,8 @@ static void on_wake(struct exd_daemon *d)
                     (int)exd_session_pid(d->session[i]), line.text);
             exd_store_detail(d->store, line.text);
             shm_counter_add(&exd_store_segment(d->store)->counters.faults, 1);
+            exd_event_fault(d->events, exd_session_number(d->session[i]),
+                            (uint32_t)exd_session_pid(d->session[i]));
             exd_daemon_close_session(d, i, line.text);
         }
 }
@@ -220,7 +231,7 @@ void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, con
     }
     d->draining = true;
     d->stopping = d->stopping || stop;
-    exd_store_set_state(d->store, SHM_STORE_DRAINING);
+    exd_daemon_set_state(d, SHM_STORE_DRAINING);
     for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
         if (d->session[i])
             exd_session_drain(d->session[i], "expertd is draining: read again when it is back");
@@ -282,7 +293,7 @@ static void on_started(struct exd_daemon *d)
     d->serving = true;
     d->look_soon = true;
     if (!d->draining)
-        exd_store_set_state(d->store, d->start.loader ? SHM_STORE_LOADING : SHM_STORE_SERVING);
+        exd_daemon_set_state(d, d->start.loader ? SHM_STORE_LOADING : SHM_STORE_SERVING);
     if (!d->start.loader)
         shm_counter_set(&s->counters.ready_ns, shm_now_ns() - d->began_ns);
     exd_log(EXD_LOG_INFO, "instance %s takes workers: %s, %u layers x %u experts, arena %s (%s)%s%s",
@@ -317,7 +328,7 @@ static void on_loaded(struct exd_daemon *d)
     shm_counter_set(&s->counters.io_bytes, stats.bytes_read);
     d->look_soon = true;
     if (!d->draining)
-        exd_store_set_state(d->store, SHM_STORE_SERVING);
+        exd_daemon_set_state(d, SHM_STORE_SERVING);
     exd_log(EXD_LOG_INFO, "loaded %.2f GB in %.2f s (%.2f GB/s)", (double)stats.bytes_wanted / 1e9,
             (double)stats.elapsed_ns / 1e9,
             stats.elapsed_ns ? (double)stats.bytes_wanted / (double)stats.elapsed_ns : 0.0);
@@ -474,6 +485,8 @@ static int set_up(struct exd_daemon *d, struct shm_error *err)
     rc = exd_store_create(&d->paths, d->model_path, o, &d->store, err);
     if (rc < 0)
         return rc;
+    exd_events_create(&d->paths, &d->events);
+    exd_event_state(d->events, SHM_STORE_STARTING);
     rc = prt_server_open(d->paths.socket, &d->server, err);
     if (rc == 0)
         rc = watch(d, prt_server_fd(d->server), ON_CONTROL, err);
@@ -532,6 +545,8 @@ int exd_daemon_run(const struct exd_options *options)
         end_sessions(d);
     prt_server_close(&d->server); /* first: nobody finds what is going away */
     exd_start_destroy(&d->start, options->keep);
+    exd_event_state(d->events, SHM_STORE_STOPPED);
+    exd_events_destroy(&d->events);
     exd_store_destroy(&d->store);
     exd_store_unlock(&d->paths, &d->lock_fd);
     prt_replay_free(&d->replay);

@@ -9,6 +9,7 @@
 
 #include "expertd/exd_arena.h"
 #include "expertd/exd_device.h"
+#include "expertd/exd_event.h"
 #include "expertd/exd_loader.h"
 #include "expertd/exd_options.h"
 #include "expertd/exd_park.h"
@@ -56,6 +57,7 @@ struct exd_daemon {
     int lock_fd, ready_fd;
     int epoll_fd, signal_fd, timer_fd, wake_fd;
     struct exd_store *store;
+    struct exd_events *events; /* NULL: none */
     struct prt_server *server;
     struct prt_replay *replay;
     struct exd_start start;
@@ -104,5 +106,6 @@ int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request
 void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, const char *who);
 uint32_t exd_daemon_busy(struct exd_daemon *d);
 uint32_t exd_daemon_state(struct exd_daemon *d);
+void exd_daemon_set_state(struct exd_daemon *d, uint32_t state);
 
 #endif

@@ -128,8 +128,10 @@ static enum exd_step step_or_sleep(struct exd_issuer *i)
     if (step == EXD_STEP_AGAIN || step == EXD_STEP_DONE || step == EXD_STEP_FAILED || cancelled(i) ||
         atomic_load(&i->stop) || !(wait_ns = walk_wait_ns(i, step)))
         shm_bell_cancel(bell);
-    else
+    else {
+        exd_stream_asleep(i->stream, step);
         shm_bell_wait(bell, ticket, wait_ns);
+    }
     return step;
 }
 
@@ -210,6 +212,7 @@ static uint32_t wait_consumed(struct exd_issuer *i, struct shm_error *err)
             return SHM_RESULT_CANCELLED;
         if ((i->link_status = krn_link_flush(i->config.link)))
             return link_failed(i, err);
+        exd_stream_asleep(i->stream, EXD_STEP_DONE);
         if (!sleep_unless(i, consumed, stream_wait_ns(i, WAIT_NS)))
             return stopping(i, err);
         if (watchdog_expired(&dog, exd_stream_progress(i->stream))) {
@@ -354,6 +357,7 @@ int exd_issuer_start(const struct exd_issuer_config *config, struct exd_issuer *
         rc = shm_error_set(err, ENOMEM, "issuer of worker %s: no memory for its tables; free some", i->name);
         goto fail;
     }
+    exd_stream_events(i->stream, config->events);
     rc = pthread_create(&i->thread, NULL, run, i);
     if (rc) {
         rc = shm_error_set(err, rc, "issuer of worker %s: can't start its thread: %s%s", i->name,

@@ -36,7 +36,8 @@ struct exd_issuer_config {
     uint64_t watchdog_ns;   /* longest wait without progress; 0: 60 s */
     bool trace;             /* one line per chunk on stderr */
     const char *trace_file; /* what each stream did is appended to it (exd_trace.h); NULL: not. Borrowed */
-    const char *name;       /* worker's, for messages; copied */
+    struct shm_event_writer *events; /* the thread's ring (exd_event.h); NULL: none */
+    const char *name;                /* worker's, for messages; copied */
     /* Called from the issuer's thread, once; the line is one sentence. Must not stop the issuer itself. */
     void (*fault)(void *ctx, const char *line);
     void *ctx;

@@ -31,6 +31,7 @@ struct exd_session {
     uint32_t gpu; /* its number */
     struct krn_link *link;
     struct exd_issuer *issuer;
+    struct exd_event_place events;
     double link_gbps, link_latency_us;
     uint32_t floor; /* as attached */
 
@@ -189,12 +190,14 @@ static int start_host_link(struct exd_session *s, const struct exd_session_confi
     s->link_latency_us = pick(r->link_latency_us, config->link_latency_us);
     struct krn_link_host_config link = {.ring = s->ring_base,
                                         .ring_bytes = s->ring_bytes,
+                                        .slot_bytes = r->slot_bytes,
                                         .landed_word = &w->landed_groups,
                                         .landed_bell = &w->landed_bell,
                                         .issuer_bell = &w->issuer_bell,
                                         .gbps = s->link_gbps,
                                         .latency_us = s->link_latency_us,
-                                        .name = s->link_name};
+                                        .name = s->link_name,
+                                        .events = s->events.link};
     return krn_link_host_create(&link, &s->link, err);
 }
 
@@ -217,6 +220,7 @@ static int start_threads(struct exd_session *s, const struct exd_session_config 
                                        .watchdog_ns = config->watchdog_ns,
                                        .trace = config->trace,
                                        .trace_file = config->trace_file,
+                                       .events = s->events.issuer,
                                        .name = s->name,
                                        .fault = on_fault,
                                        .ctx = s};
@@ -283,9 +287,12 @@ int exd_session_open(const struct exd_session_config *config, const struct prt_a
     if (rc == 0)
         rc = map_segments(s, request, err);
     if (rc == 0)
+        exd_events_take(config->events, s->name, request->pid, number, &s->events);
+    if (rc == 0)
         rc = start_threads(s, config, request, err);
     if (rc < 0) {
         release(s);
+        exd_events_leave(&s->events);
         pthread_mutex_destroy(&s->lock);
         free(s);
         return rc;
@@ -417,6 +424,7 @@ void exd_session_free(struct exd_session **session)
     exd_session_close(s, NULL);
     if (s->threaded)
         pthread_join(s->closer, NULL);
+    exd_events_leave(&s->events);
     pthread_mutex_destroy(&s->lock);
     free(s);
     *session = NULL;

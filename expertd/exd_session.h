@@ -13,6 +13,7 @@
 #define EXD_SESSION_H
 
 #include "expertd/exd_device.h"
+#include "expertd/exd_event.h"
 #include "expertd/exd_issuer.h"
 #include "proto/prt_control_gen.h"
 
@@ -29,8 +30,9 @@ struct exd_session_config {
     uint64_t watchdog_ns;
     uint32_t batch; /* copies handed to a GPU's driver in one call; 0: the link's default */
     bool trace;
-    const char *trace_file; /* NULL: none */
-    int wake_fd;            /* eventfd: written from other threads when a session has faulted or is closed */
+    const char *trace_file;    /* NULL: none */
+    struct exd_events *events; /* NULL: none */
+    int wake_fd; /* eventfd: written from other threads when a session has faulted or is closed */
 };
 
 /* Checks every field of the request and both segments, maps them, starts link and issuer. number: not 0.

@@ -36,7 +36,9 @@ static uint64_t env_released(void *ctx)
         return s->released;
     }
     exd_trace_event(s->trace, EXD_TRACE_RELEASED, released);
-    shm_counter_set(&worker(s)->link.progress_at_ns, shm_now_ns());
+    uint64_t now_ns = shm_now_ns();
+    exd_event_release_seen(s->events, now_ns, s->seq, released);
+    shm_counter_set(&worker(s)->link.progress_at_ns, now_ns);
     return s->released = released;
 }
 
@@ -47,6 +49,8 @@ static uint64_t env_landed(void *ctx)
     if (landed != s->landed) {
         s->landed = landed;
         exd_trace_event(s->trace, EXD_TRACE_LANDED, landed);
+        if (s->link->poll_ns) /* else its thread tells of each */
+            exd_event_land_seen(s->events, s->seq, landed);
         exd_stream_count_lags(s);
     }
     return landed;
@@ -90,7 +94,10 @@ const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer
     s->routed[layer] = mask;
     s->published[layer] = true;
     s->published_layers++;
-    see_publication(s, layer, shm_now_ns());
+    uint64_t now_ns = shm_now_ns();
+    see_publication(s, layer, now_ns);
+    exd_event_publish_seen(s->events, now_ns, s->seq, layer, shm_mask_count(&mask, s->geometry.experts),
+                           route->published_ns);
     exd_trace_layer(s->trace, layer, route->published_ns);
     bool asked = s->expected_layer == layer; /* what it was issued by, against what came */
     exd_trust_learn(&s->trust, asked ? s->expected_from : EXD_EXPECT_NOTHING, asked ? s->expected_row : NULL,
@@ -150,25 +157,32 @@ static void env_decide(void *ctx, uint32_t layer, uint32_t expert, uint32_t stat
                        uint32_t slot)
 {
     struct exd_stream *s = ctx;
+    exd_stream_awake(s);
     /* relaxed: ordered before the worker's read by the signal (link queue, then landed_groups) */
     atomic_store_explicit(&s->control.table[(size_t)layer * s->geometry.experts + expert],
                           shm_entry_make(state, group, slot), memory_order_relaxed);
-    if (state == SHM_ENTRY_DROPPED)
-        atomic_store_explicit(&worker(s)->dropped_entries, exd_walk_counts(s->walk).dropped,
-                              memory_order_relaxed);
+    if (state != SHM_ENTRY_DROPPED)
+        return;
+    atomic_store_explicit(&worker(s)->dropped_entries, exd_walk_counts(s->walk).dropped,
+                          memory_order_relaxed);
+    if (!s->drop_ns && s->events)
+        s->drop_ns = shm_now_ns();
+    exd_event_drop(s->events, s->drop_ns, s->seq, layer, expert);
 }
 
 static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
                      uint64_t group, bool certain)
 {
     struct exd_stream *s = ctx;
-    uint64_t bytes = s->arena->layers[layer].blob_bytes;
+    uint64_t bytes = s->arena->layers[layer].blob_bytes, at_ns = s->events ? shm_now_ns() : 0;
     int rc = krn_link_copy(s->link, (uint64_t)slot * s->geometry.slot_bytes,
                            shm_arena_blob(s->arena, layer, expert), bytes, certain);
     if (rc)
         return rc;
     exd_trace_entry(s->trace, layer, expert, group,
                     (certain ? EXD_TRACE_CERTAIN : 0) | (s->published[layer] ? EXD_TRACE_PUBLISHED : 0));
+    exd_event_issue(s->events, at_ns, s->seq, layer, expert, slot,
+                    (uint32_t)(group - (uint64_t)layer * s->geometry.groups_per_layer), certain);
     s->bytes += bytes;
     s->last_copy[layer] = ++s->copies;
     shm_mask_set(&s->issued[layer], expert);
@@ -358,6 +372,9 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
                                   .seq = seq};
     snprintf(head.name, sizeof head.name, "%s", s->name);
     exd_trace_begin(s->trace, &head);
+    s->asleep = 0;
+    exd_event_stream_begin(s->events, seq, d.tokens, s->plan.policy, s->plan.order, s->plan.held_off,
+                           s->plan.depth);
 
     struct shm_worker *w = worker(s); /* for tools: relaxed */
     shm_counter_set(&w->link.progress_at_ns, shm_now_ns());
@@ -378,10 +395,40 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
 
 enum exd_step exd_stream_step(struct exd_stream *s)
 {
+    s->drop_ns = 0;
     enum exd_step step = exd_walk_step(s->walk);
     if (step != EXD_STEP_AGAIN)
         exd_trace_event(s->trace, EXD_TRACE_WAIT, step);
+    if (s->asleep && (step == EXD_STEP_AGAIN || step == EXD_STEP_DONE || step == EXD_STEP_FAILED))
+        exd_stream_awake(s);
     return step;
+}
+
+void exd_stream_asleep(struct exd_stream *s, enum exd_step step)
+{
+    static const uint8_t why[EXD_STEP_COUNT] = {
+        [EXD_STEP_WAIT_SLOT] = SHM_SLEEP_RELEASE,        [EXD_STEP_WAIT_DEPTH] = SHM_SLEEP_LANDING,
+        [EXD_STEP_WAIT_PUBLISH] = SHM_SLEEP_PUBLICATION, [EXD_STEP_WAIT_BLOB] = SHM_SLEEP_LOADING,
+        [EXD_STEP_DONE] = SHM_SLEEP_LAST_RELEASE,
+    };
+    if (s->asleep == why[step]) /* it wakes again and again while it waits for one thing */
+        return;
+    if (s->asleep)
+        exd_stream_awake(s);
+    s->asleep = why[step];
+    exd_event_sleep_begin(s->events, s->seq, s->asleep);
+}
+
+void exd_stream_awake(struct exd_stream *s)
+{
+    if (s->asleep)
+        exd_event_sleep_end(s->events, s->seq);
+    s->asleep = 0;
+}
+
+void exd_stream_events(struct exd_stream *s, struct shm_event_writer *events)
+{
+    s->events = events;
 }
 
 bool exd_stream_consumed(struct exd_stream *s)

@@ -59,6 +59,11 @@ void exd_stream_stuck(struct exd_stream *stream, enum exd_step step, uint64_t li
  * the stream's end; report and counters are written, with a trace line for worker `trace` unless NULL. */
 void exd_stream_end(struct exd_stream *stream, uint32_t result, uint64_t drain_ns, const char *trace);
 
+/* Where its events go (exd_event.h); NULL: nowhere. */
+void exd_stream_events(struct exd_stream *stream, struct shm_event_writer *events);
+/* Its issuer goes to sleep for what the step waits for (DONE: for the last release). */
+void exd_stream_asleep(struct exd_stream *stream, enum exd_step step);
+
 /* From the next stream on its doings are kept. 0 or -ENOMEM. */
 int exd_stream_trace(struct exd_stream *stream);
 /* After the end: appends what was kept to the file. */

@@ -4,6 +4,7 @@
 #ifndef EXD_STREAM_PRIV_H
 #define EXD_STREAM_PRIV_H
 
+#include "expertd/exd_event.h"
 #include "expertd/exd_stream.h"
 #include "expertd/exd_trace.h"
 #include "expertd/exd_trust.h"
@@ -23,9 +24,12 @@ struct exd_stream {
     uint32_t *expected_row;                /* [experts], of the layer named next */
     uint32_t expected_layer;
     enum exd_expectation expected_from;
-    uint32_t sure;                 /* of that row */
-    struct exd_trust_counts trust; /* how right they were, over the worker's life */
-    struct exd_trace *trace;       /* NULL: none */
+    uint32_t sure;                   /* of that row */
+    struct exd_trust_counts trust;   /* how right they were, over the worker's life */
+    struct exd_trace *trace;         /* NULL: none */
+    struct shm_event_writer *events; /* NULL: none */
+    uint32_t asleep;                 /* SHM_SLEEP_*, as last told; 0: awake */
+    uint64_t drop_ns;                /* when the step that drops began to; 0: it has not */
 
     uint64_t seq, group_base, groups;
     uint64_t landed_base, landed, released, signalled, cpu_ns;
@@ -43,6 +47,9 @@ const struct shm_mask *exd_stream_published(struct exd_stream *stream, uint32_t 
 
 /* exd_stream_report.c. Layers whose last copy has landed: how long after the router spoke. */
 void exd_stream_count_lags(struct exd_stream *stream);
+
+/* The sleep that was told of is over, if there was one. */
+void exd_stream_awake(struct exd_stream *stream);
 
 uint64_t exd_stream_cpu_now_ns(void); /* CPU time of the calling thread */
 

@@ -17,7 +17,8 @@
 
 void inf_store_init(struct inf_store *s, const struct inf_store_config *config, struct inf_device *device)
 {
-    *s = (struct inf_store){.config = *config, .device = device, .control_fd = -1, .ring = {.fd = -1}};
+    *s = (struct inf_store){
+        .config = *config, .device = device, .control_fd = -1, .ring = {.fd = -1}, .events = {.fd = -1}};
 }
 
 static bool cancelled(const struct inf_store *s)
@@ -58,6 +59,7 @@ void inf_store_close(struct inf_store *s)
 {
     close_life(s);
     free(s->resident);
+    inf_events_close(&s->events);
     inf_store_init(s, &(struct inf_store_config){0}, NULL);
 }
 
@@ -217,6 +219,8 @@ static int create_segments(struct inf_store *s, struct prt_attach_request *reque
             if (s->resident[(size_t)l * g.experts + e])
                 shm_mask_set(&s->control.resident[l], e);
     s->control.worker->server_fd = s->config.server_fd;
+    if (inf_events_open(&s->events, s->config.name))
+        s->control.worker->trace_fd = (uint32_t)s->events.fd;
     struct shm_compute_counters *c = &s->control.worker->compute;
     shm_counter_set(&c->resident_bytes, s->resident_bytes);
     shm_counter_set(&c->resident_fill_bytes, s->filled_bytes);
@@ -263,6 +267,8 @@ static int attach(struct inf_store *s, struct prt_attach_request *request, struc
     if (rc)
         return rc;
     s->session = reply.session;
+    struct shm_event_writer *events = s->events.fd < 0 ? NULL : &s->events.writer;
+    inf_event_join(events, s->session, g->ring);
     shm_counter_set(&s->control.worker->compute.link_floor, reply.floor);
     s->settings = (struct inf_settings){.policy = reply.policy,
                                         .order = reply.order,
@@ -278,6 +284,7 @@ static int attach(struct inf_store *s, struct prt_attach_request *request, struc
                                         .expertd_pidfd = prt_client_expertd_pidfd(s->client),
                                         .watchdog_ns = s->config.watchdog_ns,
                                         .cancel = s->config.cancel,
+                                        .events = events,
                                         .poison = s->config.poison && s->ring.host};
     return inf_stream_create(&c, &s->stream);
 }

@@ -12,6 +12,7 @@
 #define INF_STORE_H
 
 #include "inferd/inf_device.h"
+#include "inferd/inf_event.h"
 #include "proto/prt_client.h"
 #include "shm/shm_arena.h"
 
@@ -53,6 +54,7 @@ struct inf_store {
     struct inf_ring ring;
     bool ring_open;
     struct inf_stream *stream; /* NULL: not attached */
+    struct inf_events events;  /* kept over attaches */
 
     const uint8_t **resident; /* [layers * experts] addresses in the device's memory, NULL entries are
                                  streamed; NULL: none */

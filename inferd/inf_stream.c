@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_stream.h"
 
+#include "inferd/inf_event.h"
+
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -124,8 +126,11 @@ static int wait_for(struct inf_stream *s, const struct want *want, struct shm_er
             shm_bell_cancel(bell);
             break;
         }
-        if (!start_ns)
+        if (!start_ns) {
             start_ns = now_ns = shm_now_ns();
+            inf_event_wait_begin(s->c.events, now_ns, s->seq, want->layer, want->group,
+                                 want->ending ? SHM_WAIT_REPORT : SHM_WAIT_GROUP);
+        }
         if (now_ns - start_ns > s->c.watchdog_ns) {
             shm_bell_cancel(bell);
             s->lost = true;
@@ -146,8 +151,11 @@ static int wait_for(struct inf_stream *s, const struct want *want, struct shm_er
             break;
         }
     }
-    if (start_ns)
-        s->wait_ns += shm_now_ns() - start_ns;
+    if (start_ns) {
+        now_ns = shm_now_ns();
+        s->wait_ns += now_ns - start_ns;
+        inf_event_wait_end(s->c.events, now_ns, s->seq, rc);
+    }
     return rc;
 }
 
@@ -182,6 +190,7 @@ int inf_stream_begin(struct inf_stream *s, uint32_t tokens, uint32_t position, c
         .seq = s->seq, .group_base = s->group_base, .tokens = tokens, .position = position, .flags = flags};
     /* release, pairs with the issuer's acquire: descriptor, resident, recent, prediction of layer 0 */
     atomic_store_explicit(&s->w->stream_seq, s->seq, memory_order_release);
+    inf_event_pass_begin(s->c.events, s->seq, tokens, position);
     shm_bell_ring(&s->w->issuer_bell);
     return 0;
 }
@@ -205,11 +214,13 @@ void inf_stream_publish(struct inf_stream *s, uint32_t layer, const uint32_t *co
         memcpy(s->c.control.predicted + (size_t)(layer + 1) * experts, predicted,
                sizeof *predicted * experts);
     route->mask = mask;
-    route->published_ns = shm_now_ns();
+    uint64_t now_ns = shm_now_ns();
+    route->published_ns = now_ns;
     atomic_store_explicit(&s->w->layer, layer, memory_order_relaxed);
     /* release, pairs with the gate's acquire: mask, counts, predictions */
     atomic_store_explicit(&route->seq, s->seq, memory_order_release);
     shm_bell_ring(&s->w->issuer_bell);
+    inf_event_publish(s->c.events, now_ns, s->seq, layer, shm_mask_count(&mask, experts));
 }
 
 int inf_stream_wait(struct inf_stream *s, uint32_t layer, uint32_t *ret_first, uint32_t *ret_end,
@@ -266,10 +277,12 @@ void inf_stream_release(struct inf_stream *s, uint32_t layer, uint32_t end)
     /* release, pairs with the issuer's acquire: our last read of the slots came before */
     atomic_store_explicit(&s->w->released_groups, s->released, memory_order_release);
     shm_bell_ring(&s->w->issuer_bell);
+    inf_event_release(s->c.events, s->seq, layer, end);
 }
 
-static void finish(struct inf_stream *s)
+static void finish(struct inf_stream *s, uint32_t result)
 {
+    inf_event_pass_end(s->c.events, s->seq, result);
     s->group_base += s->groups;
     s->released = s->group_base;
     s->running = false;
@@ -293,7 +306,7 @@ int inf_stream_end(struct inf_stream *s, struct shm_report *ret_report, struct s
         return failed(s, err);
     struct shm_report report;
     rc = shm_report_read(s->w, s->seq, &report);
-    finish(s);
+    finish(s, SHM_RESULT_OK);
     if (rc)
         return shm_error_set(err, EIO, "the report of stream %llu is torn", (unsigned long long)s->seq);
     *ret_report = report;
@@ -312,6 +325,7 @@ int inf_stream_cancel(struct inf_stream *s, struct shm_error *err)
         return s->lost ? gone(s, err) : 0;
     if (s->lost) {
         s->running = false;
+        inf_event_pass_end(s->c.events, s->seq, SHM_RESULT_FAILED);
         quiesce(s);
         return gone(s, err);
     }
@@ -324,11 +338,12 @@ int inf_stream_cancel(struct inf_stream *s, struct shm_error *err)
     if (rc) {
         s->lost = true;
         s->running = false;
+        inf_event_pass_end(s->c.events, s->seq, SHM_RESULT_FAILED);
         return rc;
     }
     if (s->c.poison)
         memset(s->c.ring, 0xff, s->c.geometry.ring * s->c.geometry.slot_bytes);
-    finish(s);
+    finish(s, SHM_RESULT_CANCELLED);
     return 0;
 }
 

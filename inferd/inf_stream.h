@@ -18,6 +18,7 @@
 #define INF_STREAM_H
 
 #include "shm/shm_error.h"
+#include "shm/shm_event.h"
 #include "shm/shm_worker.h"
 
 #include <stdbool.h>
@@ -33,7 +34,8 @@ struct inf_stream_config {
      * does with it, up to the group number given. NULL: nothing does. */
     void (*quiesce)(void *ctx, uint64_t end_group);
     void *quiesce_ctx;
-    bool poison; /* fill each slot with 0xFF right before its release */
+    struct shm_event_writer *events; /* inf_event.h; NULL: none */
+    bool poison;                     /* fill each slot with 0xFF right before its release */
 };
 
 struct inf_stream;

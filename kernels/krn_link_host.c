@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "kernels/krn_link_host.h"
 
+#include "shm/shm_probe.h"
+
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -91,6 +93,14 @@ struct clock_hand {
     uint64_t end_ns;      /* when it really landed */
 };
 
+static void tell_landed(struct host_link *l, const struct host_op *op, uint64_t began_ns, uint64_t end_ns)
+{
+    uint64_t slot = l->config.slot_bytes ? op->value / l->config.slot_bytes : 0;
+    SHM_PROBE(expertd, land, slot, op->bytes, end_ns - began_ns);
+    shm_event_put(l->config.events, SHM_EVENT_LAND, end_ns, end_ns - began_ns,
+                  SHM_EVENT_U32(slot, 0) | SHM_EVENT_U32(op->bytes < UINT32_MAX ? op->bytes : UINT32_MAX, 4));
+}
+
 static void do_copy(struct host_link *l, const struct host_op *op, struct clock_hand *hand)
 {
     uint64_t start_ns, began_ns = shm_now_ns();
@@ -109,6 +119,7 @@ static void do_copy(struct host_link *l, const struct host_op *op, struct clock_
         atomic_store_explicit(&l->first_ns, began_ns, memory_order_relaxed);
     atomic_store_explicit(&l->last_ns, end_ns, memory_order_relaxed);
     add(&l->bytes, op->bytes);
+    tell_landed(l, op, began_ns, end_ns);
     /* release, pairs with the acquire in host_landed: bytes and counters before the landing */
     atomic_store_explicit(&l->landed, load(&l->landed) + 1, memory_order_release);
     if (l->config.issuer_bell)

@@ -12,17 +12,20 @@
 #define KRN_LINK_HOST_H
 
 #include "kernels/krn_link.h"
+#include "shm/shm_event.h"
 
 struct krn_link_host_config {
     void *ring; /* mapped read-write; must outlive the link */
     uint64_t ring_bytes;
-    _Atomic uint64_t *landed_word; /* worker's, in shared memory */
-    struct shm_bell *landed_bell;  /* rung after each signal */
-    struct shm_bell *issuer_bell;  /* rung after each landing; may be NULL */
-    double gbps;                   /* 1e9 bytes per second; 0: unpaced */
-    double latency_us;             /* per copy; 0: none */
-    uint32_t queue;                /* operations that fit, power of two; 0: 4096 */
-    const char *name;              /* of the thread, at most 15 characters */
+    uint64_t slot_bytes;             /* for what is told of it; may be 0 */
+    _Atomic uint64_t *landed_word;   /* worker's, in shared memory */
+    struct shm_bell *landed_bell;    /* rung after each signal */
+    struct shm_bell *issuer_bell;    /* rung after each landing; may be NULL */
+    double gbps;                     /* 1e9 bytes per second; 0: unpaced */
+    double latency_us;               /* per copy; 0: none */
+    uint32_t queue;                  /* operations that fit, power of two; 0: 4096 */
+    struct shm_event_writer *events; /* the thread's ring (shm_event.h); NULL: none */
+    const char *name;                /* of the thread, at most 15 characters */
 };
 
 /* Starts the thread. Returns 0 or a negative errno with err. The caller owns *ret_link. */

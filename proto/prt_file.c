@@ -126,7 +126,8 @@ int prt_peer_open(pid_t pid, uint32_t fd, uint64_t bytes, const char *what, int 
         rc = shm_error_set(err, EINVAL, "%s (%s) is not sealed against shrinking and growing", what, link);
         goto out;
     }
-    if (fstat(opened, &st) < 0 || st.st_size < 0 || (uint64_t)st.st_size != bytes) {
+    bool sized = fstat(opened, &st) == 0 && st.st_size > 0;
+    if (!sized || (bytes && (uint64_t)st.st_size != bytes)) {
         rc = shm_error_set(err, EINVAL, "%s (%s) has %lld bytes, must have %llu", what, link,
                            (long long)st.st_size, (unsigned long long)bytes);
         goto out;

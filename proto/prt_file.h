@@ -33,8 +33,9 @@ int prt_file_map_path(const char *path, uint64_t min_bytes, bool writable, void 
                       uint64_t *ret_bytes, struct shm_error *err);
 
 /* Opens descriptor `fd` of process pid read-write, as a new description: it must be a memfd with its size
- * sealed, exactly `bytes` long. `what` names it in the error line ("control segment"). The caller closes.
- * Nothing that the peer substitutes meanwhile (pipe, device, file on a slow file system) is ever opened. */
+ * sealed, exactly `bytes` long (0: any length but none). `what` names it in the error line ("control
+ * segment"). The caller closes. Nothing that the peer substitutes meanwhile (pipe, device, file on a slow
+ * file system) is ever opened. */
 int prt_peer_open(pid_t pid, uint32_t fd, uint64_t bytes, const char *what, int *ret_fd,
                   struct shm_error *err);
 

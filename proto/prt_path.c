@@ -79,6 +79,7 @@ int prt_paths_make(const char *runtime_dir, const char *instance, struct prt_pat
             p.runtime, n, PRT_SOCKET_BYTES - 1);
     if (join(p.dir, sizeof(p.dir), &p, "") >= (int)sizeof(p.dir) ||
         join(p.store, sizeof(p.store), &p, "/store") >= (int)sizeof(p.store) ||
+        join(p.events, sizeof(p.events), &p, "/events") >= (int)sizeof(p.events) ||
         join(p.lock, sizeof(p.lock), &p, "/lock") >= (int)sizeof(p.lock) ||
         join(p.log, sizeof(p.log), &p, "/expertd.log") >= (int)sizeof(p.log))
         return shm_error_set(err, ENAMETOOLONG, "runtime directory '%.150s' is too long", p.runtime);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Where an instance of expertd lives: <runtime>/expertd/<instance>/, mode
- * 0700, with its socket, store, lock, log and (unless placed elsewhere) arena.
+ * 0700, with its socket, store, events, lock, log and (unless placed elsewhere) arena.
  *
  * Trust rests on that directory: whoever may enter it may speak to expertd.
  * It is therefore refused when somebody else owns it or could write in it.
@@ -23,6 +23,7 @@ struct prt_paths {
     char dir[PRT_PATH_BYTES];     /* runtime/expertd/instance */
     char socket[PRT_SOCKET_BYTES];
     char store[PRT_PATH_BYTES];
+    char events[PRT_PATH_BYTES];
     char lock[PRT_PATH_BYTES];
     char log[PRT_PATH_BYTES]; /* stderr of an expertd that was started in the background */
 };
