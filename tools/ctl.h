@@ -32,7 +32,10 @@ struct ctl_options {
     const char *runtime_dir, *instance;
     bool json;
     double watch_s;                        /* 0: once */
-    uint32_t count;                        /* trace: chunks shown a worker */
+    uint32_t count;                        /* trace: chunks shown a worker, or events; 0: default */
+    const char *trace_action;              /* trace: "show", "record", "export", or NULL: chunks */
+    const char *trace_file;                /* likewise: to write or read; NULL: the rings */
+    double seconds;                        /* trace record: how long; negative: until interrupted */
     uint32_t worker;                       /* pid; 0: all */
     bool list, detail;                     /* counters, metrics */
     const char *output, *listen;           /* metrics */
@@ -135,6 +138,10 @@ int ctl_configure(struct prt_client *client, const struct ctl_options *options, 
 
 /* Drains or restarts servers, one line each as they are through; ends at the first that fails. */
 int ctl_workers(const struct ctl_options *options, struct shm_error *err);
+
+/* ctl_trace_file.c, ctl_trace_show.c. Events: shows, exports or records them as the options say. Returns an
+ * exit status, with err set where it is neither 0 nor told. */
+int ctl_trace(const struct ctl_options *options, const volatile sig_atomic_t *stop, struct shm_error *err);
 
 /* What serves HTTP, as text. */
 void ctl_show_servers(const struct prt_paths *paths);

@@ -409,7 +409,8 @@ int ctl_show_trace(const struct ctl_snapshot *n, const struct ctl_options *optio
     json_t *list = json_array();
     for (uint32_t i = 0; i < n->workers; i++) {
         const struct ctl_worker *w = &n->worker[i];
-        uint32_t first = w->reports > options->count ? w->reports - options->count : 0;
+        uint32_t count = options->count ? options->count : 16;
+        uint32_t first = w->reports > count ? w->reports - count : 0;
         json_t *o = json_object(), *chunks = json_array();
         bool stale = n->liveness != PRT_LIVE || !w->mapped;
         set_int(o, "pid", atomic_load(&w->row.pid));

@@ -58,7 +58,8 @@ static const char doc[] =
     "  workers    attached workers and what they did so far; with drain or restart and PID... or --all: see "
     "below\n"
     "  rings      per worker: layers, head, landed, outstanding, dropped, slot states\n"
-    "  trace      per worker: what became of its last chunks\n"
+    "  trace      per worker: what became of its last chunks; with show, record FILE or export: events, see "
+    "below\n"
     "  counters   every counter of expertd and its workers\n"
     "  metrics    the same for Prometheus: a file, or over loopback HTTP\n"
     "  verify     recompute every checksum of the arena\n"
@@ -71,6 +72,14 @@ static const char doc[] =
     "restart' does so with one after the other, has each execute its program anew with the same arguments "
     "and "
     "listening socket, and waits until it is ready. Both work while expertd is away.\n"
+    "\n"
+    "'trace show [FILE]' prints the last events of expertd and its workers: streams, issues, drops, "
+    "landings, "
+    "publications, releases, waits. 'trace record FILE' writes them to a file as they come, until it is "
+    "interrupted. 'trace export [FILE]' makes Chrome's trace format of them, for Perfetto. FILE is what "
+    "record "
+    "wrote, or what a dead expertd left (events.before in the instance's directory); without it the rings of "
+    "the instance are read. 'trace chunks' is the same as 'trace' alone.\n"
     "\n"
     "All but these and the last three only look at shared memory, read-only: they work while "
     "expertd is stopped by SIGSTOP and "
@@ -91,7 +100,8 @@ enum {
     OPT_LATENCY,
     OPT_LIST,
     OPT_DETAIL,
-    OPT_LISTEN
+    OPT_LISTEN,
+    OPT_SECONDS
 };
 
 static const struct argp_option options[] = {
@@ -101,10 +111,14 @@ static const struct argp_option options[] = {
     {"json", OPT_JSON, 0, 0, "For programs: one JSON value", 0},
     {"watch", 'w', "SECONDS", 0, "Show again and again until interrupted", 0},
     {"worker", 'p', "PID", 0, "Only this worker", 0},
-    {"count", 'n', "N", 0, "trace: chunks of each worker, newest last (default: 16)", 0},
+    {"count", 'n', "N", 0,
+     "trace: chunks of each worker, newest last (default: 16); trace show: events (default: 50)", 0},
+    {"seconds", OPT_SECONDS, "X", 0, "trace record: so long instead of until interrupted; 0: what is there",
+     0},
     {"list", OPT_LIST, 0, 0, "counters: what is counted, with units and meaning; needs no expertd", 0},
     {"detail", OPT_DETAIL, 0, 0, "counters, metrics: also those of each layer and others rarely wanted", 0},
-    {"output", 'o', "FILE", 0, "metrics: write FILE, whole at any time (node_exporter's textfile collector)",
+    {"output", 'o', "FILE", 0,
+     "metrics: write FILE, whole at any time (node_exporter's textfile collector); trace export: write FILE",
      0},
     {"listen", OPT_LISTEN, "[ADDRESS:]PORT", 0,
      "metrics: answer GET /metrics there, a loopback address, until interrupted; 0: any port", 0},
@@ -200,6 +214,24 @@ static error_t parse_worker(struct parsed *p, const char *arg, struct argp_state
     return 0;
 }
 
+/* What follows `trace`: what to do, then a file. */
+static error_t parse_trace(struct parsed *p, const char *arg, struct argp_state *state)
+{
+    struct ctl_options *o = &p->options;
+    if (state->arg_num == 1 && strcmp(arg, "chunks") == 0)
+        return 0;
+    if (state->arg_num == 1 &&
+        (strcmp(arg, "show") == 0 || strcmp(arg, "record") == 0 || strcmp(arg, "export") == 0))
+        return o->trace_action = arg, 0;
+    if (!o->trace_action || o->trace_file)
+        argp_error(state,
+                   state->arg_num == 1 ? "trace: '%s' is not one of chunks, show, record, export"
+                                       : "trace: one file at a time, not also '%s'",
+                   arg);
+    o->trace_file = arg;
+    return 0;
+}
+
 static error_t parse(int key, char *arg, struct argp_state *state)
 {
     struct parsed *p = state->input;
@@ -220,7 +252,7 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         p->options.worker = (uint32_t)number(state, "worker", arg, 0, 4194304);
         return 0;
     case 'n':
-        p->options.count = (uint32_t)number(state, "count", arg, 0, SHM_REPORTS);
+        p->options.count = (uint32_t)number(state, "count", arg, 0, 1e9);
         return 0;
     case OPT_LIST:
         p->options.list = true;
@@ -234,6 +266,9 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     case OPT_LISTEN:
         p->options.listen = arg;
         return 0;
+    case OPT_SECONDS:
+        p->options.seconds = strcmp(arg, "0") == 0 ? 0 : number(state, "seconds", arg, 0, 86400);
+        return 0;
     case OPT_DEADLINE:
         p->options.deadline_s = number(state, "deadline", arg, 0, 3600);
         return 0;
@@ -243,11 +278,18 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     case ARGP_KEY_ARG:
         if (p->command && p->command->show == ctl_show_workers)
             return parse_worker(p, arg, state);
+        if (p->command && p->command->show == ctl_show_trace)
+            return parse_trace(p, arg, state);
         for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
             if (state->arg_num == 0 && strcmp(arg, commands[i].name) == 0)
                 return p->command = &commands[i], 0;
         argp_error(state, state->arg_num ? "one command at a time, not also '%s'" : "unknown command '%s'",
                    arg);
+        return 0;
+    case ARGP_KEY_END:
+        if (p->options.trace_action && strcmp(p->options.trace_action, "record") == 0 &&
+            !p->options.trace_file)
+            argp_error(state, "trace record: a file is missing");
         return 0;
     case ARGP_KEY_NO_ARGS:
         argp_error(state, "a command is missing");
@@ -355,12 +397,16 @@ int main(int argc, char **argv)
 {
     prt_file_standard();
     static const struct argp argp = {options, parse, "COMMAND", doc, NULL, NULL, NULL};
-    struct parsed p = {.options = {.count = 16}};
+    struct parsed p = {.options = {.seconds = -1}};
     argp_parse(&argp, argc, argv, 0, NULL, &p);
     struct shm_error err = {0};
     int status;
     if (p.options.worker_action) {
         status = workers(&p, &err);
+    } else if (p.options.trace_action) {
+        catch_signals();
+        status = ctl_trace(&p.options, &interrupted, &err);
+        interrupted = 0; /* the end of a recording */
     } else if (p.command->show == ctl_show_counters && p.options.list) {
         status = ctl_list_counters(&p.options);
     } else if (p.command->show == ctl_show_metrics && p.options.listen) {

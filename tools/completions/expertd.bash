@@ -62,7 +62,7 @@ _expertd_complete() {
         ;;
     expertctl)
         commands="status workers rings trace counters metrics verify configure drain stop"
-        options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --list --detail -o --output
+        options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --seconds --list --detail -o --output
             --listen --deadline -a --all --session --stream --order --depth --floor --link-gbps --link-latency-us"
         ;;
     expert-bench)
@@ -109,6 +109,10 @@ _expertd_complete() {
             _expertd_files -f "$cur"
         elif [[ $program == expertctl && " ${COMP_WORDS[*]:1:COMP_CWORD-1} " == *" workers "* ]]; then
             _expertd_words "drain restart" "$cur"
+        elif [[ $program == expertctl && $prev == trace ]]; then
+            _expertd_words "chunks show record export" "$cur"
+        elif [[ $program == expertctl && $prev =~ ^(show|record|export)$ ]]; then
+            _expertd_files -f "$cur"
         elif ((COMP_CWORD == 1)) || [[ $program == expertctl ]]; then
             _expertd_words "$commands" "$cur"
         fi

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: MIT
+"""expertctl trace show, record, export: events of real daemons, and what they make of damaged files."""
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from conftest import BUILD, Chat, EXPERTCTL, EXPERTD, INFERD, SLOW, TOP
+
+sys.path.insert(0, str(TOP / "tests/tools"))
+import check_trace  # noqa: E402
+
+TEXT = " ".join((TOP / "tools/model/prompt.txt").read_text()[:500].split())
+OPTIONS = ["--floor", "32", "-n", "1", "--temperature", "0"]
+
+
+@pytest.fixture
+def chat(world):
+    """expertd and a worker that has read and answered."""
+    world.daemon = world.expertd()
+    c = Chat(world, *OPTIONS)
+    c.ask(TEXT)
+    yield c
+    if c.process.poll() is None:
+        c.end()
+
+
+def show(world, *argv, **kw):
+    return json.loads(world.ctl("trace", "show", "--json", "-n", "1000000", *argv, **kw).stdout)
+
+
+def where(world, name):
+    return world.runtime / "expertd/default" / name
+
+
+def of(trace, event, thread=None):
+    return [e for e in trace["events"]
+            if e["event"] == event and (not thread or trace["tracks"][e["track"]]["thread"] == thread)]
+
+
+def stream_of(trace, number):
+    return [e["fields"] for e in trace["events"] if e["fields"].get("stream") == number]
+
+
+def test_events_tell_what_the_report_tells(world, chat):
+    """Issues, drops and landings are those of the streams' reports; each entry is issued or dropped once."""
+    (chunks,) = json.loads(world.ctl("trace", "--json").stdout)
+    trace = show(world)
+    threads = {t["thread"]: t for t in trace["tracks"]}
+    assert set(threads) == {"main", "issuer", "link", "worker"}
+    assert all(t["pid"] == chat.process.pid for n, t in threads.items() if n != "main")
+    assert threads["main"]["pid"] == world.daemon.pid and not any(t["lost"] or t["older"] for t in trace["tracks"])
+    (attach,), (join,) = of(trace, "attach"), of(trace, "join")
+    assert attach["fields"]["pid"] == chat.process.pid and attach["fields"]["session"] == join["fields"]["session"]
+    assert [e["fields"]["state"] for e in of(trace, "state")][-1] == "serving"
+    landed = of(trace, "land", "link")
+    assert len(landed) == sum(c["copied"] for c in chunks["chunks"])
+    assert sum(e["fields"]["bytes"] for e in landed) == sum(c["bytes_copied"] for c in chunks["chunks"])
+    for c in chunks["chunks"]:
+        mine = [e for e in trace["events"] if e["fields"].get("stream") == c["stream"]]
+        count = collections.Counter(e["event"] for e in mine)
+        assert count["issue"] == c["copied"] and count["drop"] == c["dropped"], c
+        entries = [(e["fields"]["layer"], e["fields"]["expert"]) for e in mine if e["event"] in ("issue", "drop")]
+        assert len(entries) == len(set(entries)) == c["entries"]
+        (begin,), (end,) = ([e for e in mine if e["event"] == f"stream_{x}"] for x in ("begin", "end"))
+        assert begin["fields"]["policy"] == c["policy"] and begin["fields"]["order"] == c["order"]
+        assert begin["fields"]["tokens"] == c["tokens"] and begin["fields"]["depth"] == c["depth"]
+        assert end["fields"]["result"] == c["result"] == "ok" and end["fields"]["copied"] == c["copied"]
+        assert count["publish"] == count["publish_seen"] == 5 and count["pass_begin"] == count["pass_end"] == 1
+        assert count["release"] >= 5 and count["wait_begin"] == count["wait_end"]
+        assert count["sleep_begin"] == count["sleep_end"]
+        for layer in range(5):
+            (out,), (seen,) = ([e for e in mine if e["event"] == x and e["fields"]["layer"] == layer]
+                               for x in ("publish", "publish_seen"))
+            assert out["at_ns"] <= seen["at_ns"] and out["fields"]["routed"] == seen["fields"]["routed"]
+            drops = [e for e in mine if e["event"] == "drop" and e["fields"]["layer"] == layer]
+            assert all(e["at_ns"] >= seen["at_ns"] for e in drops)  # none before the router spoke
+    text = world.ctl("trace", "show", "-n", "7").stdout.splitlines()
+    assert len(text) == 8 and text[0].startswith("TIME"), text
+    assert all(str(chat.process.pid) in line for line in world.ctl("trace", "show", "-p", chat.process.pid).stdout.splitlines()[1:])
+
+
+def test_export_keeps_the_rules_of_the_format(world, chat):
+    recorded, out = world.path / "recorded", world.path / "trace.json"
+    world.ctl("trace", "record", recorded, "--seconds", "0")
+    world.ctl("trace", "export", recorded, "-o", out)
+    data = json.load(open(out))
+    assert check_trace.check(data) == []
+    (chunks,) = json.loads(world.ctl("trace", "--json").stdout)
+    events = data["traceEvents"]
+    copies = [e for e in events if e["ph"] == "X" and e["name"].startswith("layer ")]
+    assert len(copies) == sum(c["copied"] for c in chunks["chunks"])  # each by its name
+    spans = collections.Counter(e["name"] for e in events if e["ph"] == "X")
+    assert spans["stream"] == spans["pass"] == len(chunks["chunks"])
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"expertd", "inferd"}
+    # the rings themselves say the same (the worker is idle)
+    assert len(json.loads(world.ctl("trace", "export").stdout)["traceEvents"]) == len(events)
+    # and the checker notices what is wrong
+    def broken(change):
+        wrong = json.loads(json.dumps(data))
+        change(wrong["traceEvents"])
+        return check_trace.check(wrong)
+    first = next(i for i, e in enumerate(events) if e["ph"] == "X")
+    for key in ("ph", "ts", "dur", "pid", "tid", "name", "cat"):
+        assert broken(lambda l: l[first].pop(key)), key
+    assert broken(lambda l: l[first].update(dur=-1)) and broken(lambda l: l[first].update(ts="0"))
+    assert broken(lambda l: l.append({**l[first], "ph": "B"})) and broken(lambda l: l.append({**l[first], "ph": "E"}))
+    assert broken(lambda l: l.append({**l[first], "tid": 77})) and broken(lambda l: l.append({**l[first], "ph": "Q"}))
+    assert broken(lambda l: l.append({**l[first], "ts": l[first]["ts"] + l[first]["dur"] / 2}))
+    script = subprocess.run([sys.executable, TOP / "tests/tools/check_trace.py", out], capture_output=True, text=True)
+    assert script.returncode == 0 and " X" in script.stdout, script.stdout
+
+
+def test_record_follows_and_tells_losses(world):
+    """A recording begun before the worker has all of it, also after the worker's death."""
+    world.daemon = world.expertd()
+    recorded = world.path / "recorded"
+    r = world.spawn([EXPERTCTL, "trace", "record", recorded, *world.where()], stdout=subprocess.PIPE, text=True)
+    world.until(recorded.exists, what="the recording began")
+    c = Chat(world, *OPTIONS)
+    c.ask(TEXT)
+    world.until(lambda: of(json.loads(world.ctl("trace", "show", recorded, "--json", "-n", "1000000").stdout), "pass_end"),
+                what="the worker is recorded", every=0.1)
+    c.process.kill()
+    c.process.wait()
+    world.until(lambda: b"has ended" in world.daemon.log.read_bytes(), what="the death was seen")
+    world.until(lambda: of(json.loads(world.ctl("trace", "show", recorded, "--json", "-n", "1000000").stdout), "death"),
+                what="the death is recorded", every=0.1)
+    r.send_signal(signal.SIGINT)
+    said, _ = r.communicate(timeout=60 * SLOW)
+    assert r.returncode == 0 and "lost 0" in said, said
+    trace = show(world, recorded)
+    assert {t["thread"] for t in trace["tracks"]} == {"main", "issuer", "link", "worker"}
+    assert of(trace, "death")[0]["fields"]["pid"] == c.process.pid
+    # expertd's rings have it still; the worker's went with it
+    live = show(world)
+    assert len(of(live, "issue")) == len(of(trace, "issue")) > 0 and not of(live, "publish")
+    # a recorder that was killed in the middle of a chunk
+    whole = recorded.read_bytes()
+    cut = world.path / "cut"
+    cut.write_bytes(whole[:-5])
+    text = world.ctl("trace", "show", cut).stdout
+    assert "its recorder was killed" in text
+
+
+def test_what_a_dead_expertd_left(world, chat):
+    live = show(world)
+    world.daemon.kill()
+    world.daemon.wait()
+    chat.process.kill()
+    left = show(world)
+    assert len(of(left, "issue")) == len(of(live, "issue")) > 0
+    again = world.expertd()
+    before = show(world, where(world, "events.before"))
+    assert len(of(before, "issue")) == len(of(live, "issue"))
+    assert not of(show(world), "issue")
+    again.kill(signal.SIGTERM)
+    assert again.wait() == 0
+    assert not where(world, "events").exists() and not where(world, "events.before").exists()
+    r = world.ctl("trace", "show", check=False)
+    assert r.returncode == 2 and "no expertd runs here" in r.stderr, r.stderr
+
+
+def test_a_ring_that_went_around_says_so(world):
+    world.daemon = world.expertd()
+    c = Chat(world, "--floor", "8", "-n", "1", "--chunk", "8", "--temperature", "0")
+    def older():
+        c.ask(TEXT)
+        return [t for t in show(world)["tracks"] if t["thread"] == "issuer" and t["older"]]
+    track = world.until(older, what="the issuer's ring went around")[0]
+    assert track["events"] <= 16384 and track["lost"] == 0
+    text = world.ctl("trace", "show", "-n", "1").stdout
+    assert f"issuer: {track['older']} older ones were written over" in text
+    assert check_trace.check(json.loads(world.ctl("trace", "export").stdout)) == []
+    assert c.end() == 0
+
+
+def test_events_can_be_off(world):
+    off = {"EXPERTD_EVENTS": "0"}
+    world.expertd(env=off)
+    world.run("--prompt", TEXT, "--raw", *OPTIONS, env=off)
+    assert not where(world, "events").exists()
+    r = world.ctl("trace", "show", check=False)
+    assert r.returncode == 2 and "EXPERTD_EVENTS" in r.stderr
+
+
+def test_no_room_for_events_is_no_reason_to_fail(world):
+    """Something else lies where the segment goes: expertd says so and serves."""
+    where(world, "").mkdir(parents=True, mode=0o700)
+    where(world, "events.new").mkdir()
+    (where(world, "events.new") / "x").touch()
+    d = world.expertd()
+    assert "no events are kept" in d.text()
+    world.run("--prompt", TEXT, "--raw", *OPTIONS)
+
+
+def test_damaged_files_are_refused_or_shown(world, chat):
+    """Each of many mutations of a recording and of a segment: an answer or one line, never a crash."""
+    recorded, bad = world.path / "recorded", world.path / "bad"
+    world.ctl("trace", "record", recorded, "--seconds", "0")
+    segment = where(world, "events").read_bytes()[:200000]  # tables, the main loop's ring, some of an issuer's
+    whole = recorded.read_bytes()
+    rng = random.Random(5)
+    seen = collections.Counter()
+    evil = [0, 1, 0x7f, 0xff, 0xffff, 0x7fffffff, 0xffffffff, 1 << 31]
+    for i in range(int(os.environ.get("EXPERTD_LONG") or 120)):
+        data = bytearray(whole if i % 3 else segment)
+        head = len(data) if i % 2 else 12000
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(0, head - 4)
+            n = rng.choice((1, 2, 4))
+            data[at:at + n] = rng.choice(evil).to_bytes(8, "little")[:n]
+        if i % 7 == 0:
+            del data[rng.randrange(0, len(data)):]
+        bad.write_bytes(data)
+        argv = ["trace", "export", bad] if i % 2 else ["trace", "show", bad, "-n", "100000"]
+        r = subprocess.run([EXPERTCTL, *argv], capture_output=True, timeout=60 * SLOW)
+        assert r.returncode in (0, 2, 3), (i, r.returncode, r.stderr)
+        assert r.returncode == 0 or r.stderr.count(b"\n") == 1, r.stderr
+        if r.returncode == 0 and i % 2:
+            json.loads(r.stdout)
+        seen[r.returncode] += 1
+    assert seen[0] and seen[2], seen
+    for content in (b"", b"EXDREC01", b"x" * 100, whole[:32] + b"\xff" * 64):
+        bad.write_bytes(content)
+        assert world.ctl("trace", "show", bad, check=False).returncode in (2, 3)
+    assert world.ctl("trace", "show", world.path, check=False).returncode == 2
+    for argv in (["trace", "nonsense"], ["trace", "show", bad, bad], ["trace", "record"]):
+        assert world.ctl(*argv, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("program,probes", [
+    (EXPERTD, {"attach", "detach", "death", "fault", "stream_begin", "stream_end", "issue", "drop", "land", "land_seen",
+               "publish_seen", "release_seen"}),
+    (INFERD, {"join", "pass_begin", "pass_end", "publish", "release", "wait_begin", "wait_end"})])
+def test_probes_are_there(program, probes):
+    if not shutil.which("readelf"):
+        pytest.skip("readelf is not there")
+    notes = subprocess.run(["readelf", "-n", program], capture_output=True, text=True, check=True).stdout
+    options = json.loads((BUILD / "meson-info/intro-buildoptions.json").read_text())
+    with_probes = "-DEXPERTD_PROBES" in (BUILD / "compile_commands.json").read_text()
+    if not with_probes:
+        assert "Provider: expertd" not in notes and any(o["name"] == "probes" for o in options)
+        pytest.skip("built without sys/sdt.h (systemtap-sdt-dev)")
+    found = collections.defaultdict(set)
+    for provider, name in zip(*[iter([line.split()[1] for line in notes.splitlines()
+                                      if line.strip().startswith(("Provider:", "Name:"))])] * 2):
+        found[provider].add(name)
+    assert found == {program.name: probes}
