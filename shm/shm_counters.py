@@ -309,4 +309,5 @@ def main():
             file.write(make(*spec))
 
 
-main()
+if __name__ == "__main__":
+    main()
