@@ -55,6 +55,10 @@
     X(wg_down_few, experts_sm90)                                                                             \
     X(wg_down_q4_k, experts_sm90)                                                                            \
     X(wg_down_q4_k_few, experts_sm90)                                                                        \
+    X(wg_dense, experts_sm90)                                                                                \
+    X(wg_dense_few, experts_sm90)                                                                            \
+    X(wg_dense_q4_k, experts_sm90)                                                                           \
+    X(wg_dense_q4_k_few, experts_sm90)                                                                       \
     X(attention_64, attn)                                                                                    \
     X(attention_128, attn)                                                                                   \
     X(attention_64_sm90, attn_sm90)                                                                          \
@@ -254,12 +258,60 @@ uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m)
     return m->type == KRN_F16 ? 0 : (uint64_t)m->rows * m->cols * 2;
 }
 
+/* Formats of which 256 weights are fetched together. */
+static bool in_large_chunks(uint32_t type)
+{
+    return type == KRN_Q4_K || type == KRN_Q5_K || type == KRN_Q6_K || type == KRN_Q4_0;
+}
+
+/* Three chunks where a chunk is one step, else two (krn_cu_experts_sm90.cu). */
+static uint32_t wgmma_shared(uint32_t tile_tokens, uint32_t type, uint32_t stride)
+{
+    return 1024 + KRN_CU_X_STAGES * tile_tokens * 128 + (in_large_chunks(type) ? 2 : 3) * 128 * stride;
+}
+
+static uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* On Hopper. Tiles of fewer tokens where large ones are too few for all multiprocessors. */
+static int dense_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
+                      uint32_t tokens, bool add, krn_cuda_ptr y)
+{
+    const uint32_t stride = raw_stride(m->type), n_tiles = div_up(m->rows, KRN_CU_TILE_N),
+                   processors = (uint32_t)cu->device->multiprocessors;
+    const bool many = tokens > WGMMA_FEW, q4_k = m->type == KRN_Q4_K;
+    uint32_t tile = many ? WGMMA_MANY : WGMMA_FEW;
+    while (tile > WGMMA_FEW && (div_up(tokens, tile) * n_tiles < processors * 3 / 4 ||
+                                wgmma_shared(tile, m->type, stride) > (uint32_t)cu->device->shared_max))
+        tile /= 2;
+    const uint32_t tiles = div_up(tokens, tile) * n_tiles, blocks = processors * (many ? 1 : 2);
+    struct krn_cu_expert_args a = {.a = *m,
+                                   .b = *m,
+                                   .x = x,
+                                   .y = y,
+                                   .raw_stride = stride,
+                                   .tile_tokens = tile,
+                                   .tokens = tokens,
+                                   .add = add};
+    return launch(
+        cu,
+        many   ? q4_k ? K_wg_dense_q4_k : K_wg_dense
+        : q4_k ? K_wg_dense_q4_k_few
+               : K_wg_dense_few,
+        (struct grid){tiles < blocks ? tiles : blocks, 1, 1, 384, wgmma_shared(tile, m->type, stride)},
+        stream, &a);
+}
+
 int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
                  uint32_t tokens, bool add, krn_cuda_ptr scratch, krn_cuda_ptr y)
 {
     struct krn_cu_gemm_args a = {.m = *m, .x = x, .y = y, .tokens = tokens, .add = add};
     if (m->cols % 16)
         return -EINVAL;
+    if (cu->module[M_experts_sm90] && in_large_chunks(m->type) && tokens) /* the others gain nothing */
+        return dense_sm90(cu, stream, m, x, tokens, add, y);
     if (tokens <= KRN_CU_DENSE_FEW && (a.raw_stride = fit_stride(cu, m->type, TILE_FEW)))
         return launch(cu, K_dense_few,
                       (struct grid){div_up(m->rows, KRN_CU_TILE_N), div_up(tokens, TILE_FEW), 1, GEMM_THREADS,
@@ -491,18 +543,6 @@ struct expert_plan {
     enum kernel kernel[2];
 };
 
-/* Three chunks where a chunk is one step, else two (krn_cu_experts_sm90.cu). */
-static uint32_t wgmma_shared(uint32_t tile_tokens, uint32_t type, uint32_t stride)
-{
-    bool blocks = type == KRN_Q4_K || type == KRN_Q5_K || type == KRN_Q6_K || type == KRN_Q4_0;
-    return 4 * tile_tokens * 128 + (blocks ? 2 : 3) * 128 * stride;
-}
-
-static uint32_t larger(uint32_t a, uint32_t b)
-{
-    return a > b ? a : b;
-}
-
 static bool plan_wgmma(const struct krn_cu *cu, const struct krn_cu_expert_shape *s, bool many,
                        struct expert_plan *p)
 {
@@ -517,7 +557,7 @@ static bool plan_wgmma(const struct krn_cu *cu, const struct krn_cu_expert_shape
         p->shared[1] = wgmma_shared(p->tile, s->down.type, p->stride[1]);
     } while (larger(p->shared[0], p->shared[1]) > (uint32_t)cu->device->shared_max &&
              (p->tile /= 2) >= WGMMA_FEW);
-    p->threads = 256;
+    p->threads = 384;
     p->blocks = many ? 1 : 2;
     p->kernel[0] = many      ? up_q4_k ? K_wg_gate_up_q4_k : K_wg_gate_up
                    : up_q4_k ? K_wg_gate_up_q4_k_few
@@ -548,8 +588,9 @@ static bool plan_experts(const struct krn_cu *cu, const struct krn_cu_expert_run
 {
     const struct krn_cu_expert_shape *s = run->shape;
     const bool many = run->tokens * s->top_k / s->experts >= EXPERT_MANY;
-    return cu->module[M_experts_sm90] ? plan_wgmma(cu, s, many, p)
-                                      : plan_mma(cu, s, many, p) || plan_mma(cu, s, false, p);
+    return cu->module[M_experts_sm90] && s->gate.type == s->up.type
+               ? plan_wgmma(cu, s, many, p)
+               : plan_mma(cu, s, many, p) || plan_mma(cu, s, false, p);
 }
 
 int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_run *run)

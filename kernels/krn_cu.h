@@ -12,7 +12,7 @@
  * beyond f16's range becomes +-65504, never an infinity, in activations as in
  * BF16 and F32 weights; below 6e-5 f16 keeps fewer bits. Hidden rows can be
  * large and are stored as a sixteenth: they end at about a million. Where
- * quantized weights become f16 by half-precision arithmetic (experts of a
+ * quantized weights become f16 by half-precision arithmetic (products of a
  * chunk on compute capability 9.0), block scales end at 16 (K formats; their
  * minima at 512) or 511, and a weight may be off by two roundings, not one.
  *
@@ -35,7 +35,7 @@
  *
  * A GPU with 99 KiB of shared memory a block (compute capability 8.6, 8.9,
  * 12.0) runs experts and few-token products in tiles of 32 tokens only, and
- * has no room for F32 experts (-EINVAL). On 9.0 the experts of a chunk have
+ * has no room for F32 experts (-EINVAL). On 9.0 the products of a chunk have
  * kernels of their own (krn_cu_experts_sm90.cu): other bits than on other GPUs.
  */
 #ifndef KRN_CU_H
@@ -72,8 +72,9 @@ int krn_cu_rmsnorm(struct krn_cu *cu, void *stream, krn_cuda_ptr x, krn_cuda_ptr
 /* Bytes of scratch that krn_cu_dense wants for m (its weights as f16); 0 for F16 weights. */
 uint64_t krn_cu_dense_scratch_bytes(const struct krn_cu_matrix *m);
 
-/* y [tokens][rows] = (add: +=) x * m'. Up to KRN_CU_DENSE_FEW tokens weights are made f16 tile by tile,
- * beyond that once, into scratch; the bits are the same. */
+/* y [tokens][rows] = (add: +=) x * m'. Up to KRN_CU_DENSE_FEW tokens, and 4- to 6-bit formats on compute
+ * capability 9.0 always, weights are made f16 tile by tile, else once, into scratch; the bits are the same.
+ */
 #define KRN_CU_DENSE_FEW 64u
 int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x_f16,
                  uint32_t tokens, bool add, krn_cuda_ptr scratch, krn_cuda_ptr y);

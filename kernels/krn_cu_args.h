@@ -25,6 +25,9 @@
 #define KRN_CU_SUMS_BYTES                                                                                    \
     104576u /* unfinished sums of a block of Hopper's prompt attention: 128 + 384 * 68 * 4 */
 
+/* Steps of tokens in shared memory in krn_cu_experts_sm90.cu. */
+#define KRN_CU_X_STAGES 5u
+
 /* Hidden rows are stored divided by this (exactly), so that f16 reaches to a million. */
 #define KRN_CU_HIDDEN_SCALE 16.0f
 
@@ -203,7 +206,8 @@ struct krn_cu_expert_args {
     struct krn_cu_matrix a, b; /* data: offset in the blob. gate and up, or down twice */
     uint64_t x;                /* f16 [tokens][hidden], or the hidden rows [slots][width] */
     uint64_t y; /* f16 [slots][width] by sorted position and scaled, or float [slots][hidden] by slot */
-    uint32_t top_k, raw_stride, tile_tokens, reserved;
+    uint32_t top_k, raw_stride, tile_tokens;
+    uint32_t tokens, add, reserved; /* dense products in krn_cu_experts_sm90.cu; add: y += instead of y = */
 };
 
 struct krn_cu_attention_args {

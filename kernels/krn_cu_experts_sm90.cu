@@ -1,178 +1,229 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Experts of a plan on GPUs of compute capability 9.0: a warpgroup multiplies
- * 64 weight rows, made half precision in its registers, with up to 256 tokens
- * in shared memory; two warpgroups share the tokens.
+ * Experts of a plan on GPUs of compute capability 9.0. Two warpgroups multiply
+ * 64 weight rows each, made half precision in their registers, with the same
+ * up to 256 tokens in shared memory; a third one fetches tokens and raw
+ * weights for them, as far ahead as there are buffers, across tiles. So each
+ * of the two stores its results while the other one multiplies.
  *
  * An output element is one chain over k = 0, 16, 32, ... whatever the number
- * of tokens beside it. These kernels are all that run experts of a chunk on
- * such a GPU, so their bits need not be those of krn_cu_gemm.cu.
+ * of tokens beside it. These kernels are all that run a chunk's experts of
+ * their types on such a GPU, so their bits need not be krn_cu_gemm.cu's.
  */
 #include "kernels/krn_cu_fragment.cuh"
 #include "kernels/krn_cu_tile.cuh"
 #include "kernels/krn_cu_wgmma.cuh"
 
-#define WG_THREADS 256
-#define ANY        0xffffffffu /* type known at run time only */
-#define X_STAGES   4u
+#define CONSUMERS 256u
+#define PRODUCERS 128u
+#define ANY       0xffffffffu /* type known at run time only */
+#define X_STAGES  KRN_CU_X_STAGES
+#define RAW_MOST  3u
+#define AHEAD     2 /* fetches of a producer that are under way; buffers are enough for one more */
+#define HEADER    1024u
 
-enum mode { GATE_UP, DOWN };
+enum mode { GATE_UP, DOWN, DENSE };
 
-/* Rows of the tile's lower or upper half in storage form. */
-struct wg_rows {
-    uint32_t type, shift, chunk_bytes; /* weights of a chunk: 1 << shift */
+/* At the beginning of shared memory; HEADER bytes. */
+struct header {
+    uint64_t full[X_STAGES], empty[X_STAGES], raw_full[RAW_MOST], raw_empty[RAW_MOST];
+    uint4 tile[4]; /* the producers' notes: low bits of the blob's address, first sorted slot, how many, first row */
 };
 
-template <uint32_t TYPE> DEV wg_rows make_rows(uint32_t type)
+/* Shared address of one of the header's barriers. */
+template <unsigned long N> DEV uint32_t barrier_of(uint64_t (header::*barriers)[N], uint32_t i)
 {
-    const uint32_t t = TYPE == ANY ? type : TYPE, shift = chunk_shift(t);
-    return {t, shift, weight_bytes(t, 1u << shift)};
+    SHARED_DYNAMIC(uint8_t, smem);
+    return shared_address(((header *)smem)->*barriers) + i * 8;
 }
 
-/* Chunks are in two buffers in turn, or in three where a chunk is one step. */
-DEV uint32_t ring_of(uint32_t shift, uint32_t chunk)
-{
-    return shift == 8 ? chunk & 1 : chunk % 3;
-}
-
-struct wg_tile {
-    const uint8_t *blob;
-    uint32_t position, rows, n0; /* first of its sorted slots, how many, first weight row */
+/* A place in a ring of buffers and the parity of its round. */
+struct cursor {
+    uint32_t at, round;
+    __device__ __forceinline__ void next(uint32_t size)
+    {
+        if (++at == size) {
+            at = 0;
+            round ^= 1;
+        }
+    }
 };
 
 template <int MODE, uint32_t TYPE, int TOKENS> struct wg_experts {
     static constexpr bool PAIRED = MODE == GATE_UP;
-    static constexpr uint32_t OUT = PAIRED ? 64 : 128;
-    static constexpr int PIECES = TOKENS / 32; /* of a step's tokens, a thread */
+    static constexpr uint32_t OUT = PAIRED ? 64 : 128, UNROLL = TYPE == KRN_Q4_K ? 4 : 2;
+    static constexpr int PIECES = TOKENS / (int)(PRODUCERS / 8); /* of a step's tokens, a producer */
 
     const krn_cu_expert_args &a;
-    const uint32_t tid, lane, t, row; /* row: this thread's first of the tile; the second: other_row */
-    const uint32_t cols, steps, stride, x_bytes;
-    const wg_rows lower, upper;
-    uint32_t x_address, raw_address;
-    const uint8_t *raw;
-    wg_tile now, next;
-    /* for fetching: a thread's weight row (two threads a row) and token rows, as offsets of 16 bytes */
-    const uint8_t *source;
-    uint32_t x_piece[PIECES];
-    uint32_t low[2]; /* low bits of the addresses of the rows that this thread multiplies */
+    header *const h;
+    const uint32_t type, shift, chunk_bytes, raw_ring; /* 1 << shift weights of a row are fetched together */
+    const uint32_t cols, steps, stride, x_bytes, x_address, total;
+    uint8_t *const raw;
 
     __device__ __forceinline__ wg_experts(const krn_cu_expert_args &args, uint8_t *smem)
-        : a(args), tid(threadIdx.x), lane(tid % 32), t(lane & 3),
-          row(PAIRED ? tid / 32 * 8 + (lane >> 2) : tid / 32 * 16 + (lane >> 2)), cols(args.a.cols),
-          steps((div_up(args.a.cols, KRN_CU_TILE_K) + 1) & ~1u), stride(args.raw_stride),
-          x_bytes(args.tile_tokens * TILE_ROW_BYTES), lower(make_rows<TYPE>(args.a.type)),
-          upper(make_rows<TYPE>(args.b.type))
+        : a(args), h((header *)smem), type(TYPE == ANY ? args.a.type : TYPE), shift(chunk_shift(type)),
+          chunk_bytes(weight_bytes(type, 1u << shift)), raw_ring(shift == 8 ? 2 : 3), cols(args.a.cols),
+          steps((div_up(args.a.cols, KRN_CU_TILE_K) + UNROLL - 1) / UNROLL * UNROLL),
+          stride(TYPE == KRN_Q4_K ? 144 : args.raw_stride),
+          x_bytes(args.tile_tokens * TILE_ROW_BYTES), x_address(shared_address(smem) + HEADER),
+          total((MODE == DENSE ? div_up(args.tokens, args.tile_tokens) : at<krn_cu_plan_head>(args.head)->tiles) *
+                div_up(args.a.rows, OUT)),
+          raw(smem + HEADER + X_STAGES * x_bytes)
     {
-        x_address = shared_address(smem);
-        raw = smem + X_STAGES * x_bytes;
-        raw_address = shared_address(raw);
     }
 
-    /* Row r of the tile, from 0, in its matrix. */
-    __device__ __forceinline__ const uint8_t *row_address(const wg_tile &tile, uint32_t r) const
+    /* Offset of row r of a tile, from 0, in its expert's blob. */
+    __device__ __forceinline__ uint64_t row_offset(uint32_t n0, uint32_t r) const
     {
         const bool second = PAIRED && r >= 64;
-        uint32_t n = tile.n0 + (PAIRED ? r & 63 : r);
+        uint32_t n = n0 + (PAIRED ? r & 63 : r);
         n = n < a.a.rows ? n : a.a.rows - 1; /* beyond: computed, never stored */
-        return tile.blob + (second ? a.b.data : a.a.data) + (uint64_t)n * (second ? a.b.row_bytes : a.a.row_bytes);
+        return (second ? a.b.data : a.a.data) + (uint64_t)n * a.a.row_bytes;
     }
 
-    __device__ __forceinline__ bool look_up(uint32_t tile)
-    {
-        const uint32_t n_tiles = div_up(a.a.rows, OUT);
-        const uint32_t which = at<uint32_t>(a.tiles)[tile / n_tiles];
-        const krn_cu_job job = at<krn_cu_job>(a.jobs)[which >> 16];
-        /* as many tiles as the plan has, of equal size */
-        const uint32_t each = (div_up(job.count, div_up(job.count, a.tile_tokens)) + 7) & ~7u;
-        const uint32_t m0 = (which & 0xffff) * each;
-        next.blob = at<uint8_t>(job.blob);
-        next.n0 = tile % n_tiles * OUT;
-        next.position = job.first + m0;
-        next.rows = m0 >= job.count ? 0 : job.count - m0 < each ? job.count - m0 : each;
-        return next.rows != 0;
-    }
+    /* ---- producers: a thread has one weight row, and the same eighth of several token rows ---- */
 
-    __device__ __forceinline__ void fetch_x(uint32_t step) const
+    __device__ __forceinline__ void fetch_raw(uint32_t k, const uint8_t *row, uint32_t at) const
     {
-        const uint32_t piece = tid & 7, k = step * KRN_CU_TILE_K + piece * 8;
-        const uint32_t target = x_address + (step & (X_STAGES - 1)) * x_bytes + tile_offset(tid / 8, piece);
-        const uint8_t *x = at<uint8_t>(a.x) + (k < cols ? k : 0) * 2;
-        if (step >= steps)
-            return;
-#pragma unroll
-        for (int i = 0; i < PIECES; i++)
-            if (tid / 8 + i * 32 < next.rows)
-                copy_async(target + i * 32 * TILE_ROW_BYTES, x + (uint64_t)x_piece[i] * 16, k < cols);
-    }
-
-    __device__ __forceinline__ void fetch_raw(uint32_t step) const
-    {
-        const uint32_t r = tid / 2, k = step * KRN_CU_TILE_K;
-        const bool second = PAIRED && r >= 64;
-        const wg_rows w = {second ? upper.type : lower.type, second ? upper.shift : lower.shift,
-                           second ? upper.chunk_bytes : lower.chunk_bytes};
-        if (k >= cols || (k & ((1u << w.shift) - 1)) != 0)
-            return;
-        const uint32_t chunk = k >> w.shift, target = raw_address + (ring_of(w.shift, chunk) * 128 + r) * stride;
-        const uint8_t *p = source + chunk * w.chunk_bytes;
+        const uint32_t target = shared_address(raw) + (at * 128 + threadIdx.x - CONSUMERS) * stride;
+        const uint8_t *p = row + (k >> shift) * chunk_bytes;
         if constexpr (TYPE == KRN_Q4_K) {
 #pragma unroll
-            for (int i = 0; i < 5; i++)
-                if (i < 4 || (tid & 1) == 0)
-                    copy_async(target + (2 * i + (tid & 1)) * 16, p + (2 * i + (tid & 1)) * 16, true);
+            for (int i = 0; i < 9; i++)
+                copy_async(target + 16 * i, p + 16 * i, true);
         } else {
-            const uint32_t bytes = cols - k < 1u << w.shift ? weight_bytes(w.type, cols - k) : w.chunk_bytes;
+            const uint32_t bytes = cols - k < 1u << shift ? weight_bytes(type, cols - k) : chunk_bytes;
             const uint32_t skew = (uint32_t)(uintptr_t)p & 15u;
-            for (uint32_t at = (tid & 1) * 16; at < skew + bytes; at += 32)
-                copy_async(target + at, p - skew + at, true);
+            for (uint32_t i = 0; i < skew + bytes; i += 16)
+                copy_async(target + i, p - skew + i, true);
         }
     }
 
-    /* `next`'s first steps; `next` is the tile from now on. */
-    __device__ __forceinline__ void start()
+    /* What was fetched AHEAD steps before has landed: says so to the consumers. */
+    template <int LEFT> __device__ __forceinline__ void landed(cursor &done, cursor &raw_done, uint32_t &k) const
     {
-        now = next;
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            const uint32_t r = tid / 8 + 32 * i;
-            x_piece[i] = 0;
-            if (r < now.rows)
-                x_piece[i] = (PAIRED ? at<uint32_t>(a.slots)[now.position + r] / a.top_k : now.position + r) * (cols / 8);
+        copy_wait<LEFT>();
+        products_see();
+        if ((k & ((1u << shift) - 1)) == 0 && k < cols) {
+            barrier_arrive(barrier_of(&header::raw_full, raw_done.at));
+            raw_done.next(raw_ring);
         }
-        source = row_address(now, tid / 2);
-        low[0] = (uint32_t)(uintptr_t)row_address(now, row);
-        low[1] = (uint32_t)(uintptr_t)row_address(now, PAIRED ? row + 64 : row + 8);
-        fetch_raw(0);
-        fetch_raw(1);
-        fetch_x(0);
-        copy_commit();
-        fetch_raw(2);
-        fetch_x(1);
-        copy_commit();
+        barrier_arrive(barrier_of(&header::full, done.at));
+        done.next(X_STAGES);
+        k += KRN_CU_TILE_K;
+        if (k == steps * KRN_CU_TILE_K)
+            k = 0;
     }
 
-    __device__ __forceinline__ void expand(uint32_t step, uint32_t (&f)[16]) const
+    __device__ __forceinline__ void produce() const
     {
-        const uint32_t k = step * KRN_CU_TILE_K;
+        const uint32_t tid = threadIdx.x - CONSUMERS, piece = tid & 7, n_tiles = div_up(a.a.rows, OUT);
+        const uint32_t target = x_address + tile_offset(tid / 8, piece);
+        cursor now = {0, 1}, raw_now = {0, 1}, done = {0, 0}, raw_done = {0, 0}; /* at first all is empty */
+        uint32_t k_done = 0, fetched = 0, note = 0;
+        for (uint32_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
+            const uint32_t n0 = tile % n_tiles * OUT;
+            uint32_t which = tile / n_tiles;
+            krn_cu_job job = {0, 0, a.tokens};
+            if constexpr (MODE != DENSE) {
+                which = at<uint32_t>(a.tiles)[which];
+                job = at<krn_cu_job>(a.jobs)[which >> 16];
+                which &= 0xffff;
+            }
+            /* as many tiles as the plan has, of equal size; a last one without tokens repeats one */
+            const uint32_t each = (div_up(job.count, div_up(job.count, a.tile_tokens)) + 7) & ~7u;
+            const uint32_t m0 = which * each < job.count ? which * each : job.count - 1;
+            const uint32_t rows = job.count - m0 < each ? job.count - m0 : each, position = job.first + m0;
+            const uint8_t *row = at<uint8_t>(job.blob) + row_offset(n0, tid);
+            if (tid == 0)
+                h->tile[note] = make_uint4((uint32_t)job.blob, position, rows, n0);
+            note = (note + 1) & 3;
+            const uint32_t units = div_up(rows, 16); /* the last one's rows beyond: any */
+            uint32_t x_piece[PIECES];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const wg_rows w = PAIRED && h ? upper : lower;
-            const uint32_t r = h ? (PAIRED ? row + 64 : row + 8) : row;
+            for (int i = 0; i < PIECES; i++) {
+                uint32_t r = tid / 8 + 16 * i;
+                r = position + (r < rows ? r : rows - 1);
+                x_piece[i] = (PAIRED ? at<uint32_t>(a.slots)[r] / a.top_k : r) * (cols / 8);
+            }
+            for (uint32_t k = 0; k < steps * KRN_CU_TILE_K; k += KRN_CU_TILE_K) {
+                if ((k & ((1u << shift) - 1)) == 0 && k < cols) {
+                    barrier_wait(barrier_of(&header::raw_empty, raw_now.at), raw_now.round);
+                    fetch_raw(k, row, raw_now.at);
+                    raw_now.next(raw_ring);
+                }
+                barrier_wait(barrier_of(&header::empty, now.at), now.round);
+                const bool valid = k + piece * 8 < cols;
+                const uint8_t *x = at<uint8_t>(a.x) + (valid ? k + piece * 8 : 0) * 2;
+                const uint32_t stage = target + now.at * x_bytes;
+#pragma unroll
+                for (int i = 0; i < PIECES; i++) {
+                    if ((uint32_t)i >= units)
+                        break;
+                    copy_async(stage + i * 16 * TILE_ROW_BYTES, x + (uint64_t)x_piece[i] * 16, valid);
+                }
+                copy_commit();
+                now.next(X_STAGES);
+                if (fetched++ >= AHEAD)
+                    landed<AHEAD>(done, raw_done, k_done);
+            }
+        }
+        const uint32_t rest = fetched < AHEAD ? fetched : AHEAD;
+        for (uint32_t i = 0; i < rest; i++)
+            landed<0>(done, raw_done, k_done);
+    }
+
+    /* ---- consumers ---- */
+
+    struct consumer {
+        uint32_t lane, t, row; /* this thread's first row of the tile; its second is other */
+        uint32_t other;
+        cursor stage, raw; /* of what is multiplied, and expanded, next */
+        uint32_t n0, position, rows, low[2];
+        uint4 block[2]; /* Q4_K: k_head of the rows' blocks */
+    };
+
+    /* Fragments of the next step; J: its number modulo UNROLL. */
+    template <int J> __device__ __forceinline__ void expand(consumer &c, uint32_t k, uint32_t (&f)[16]) const
+    {
+        const uint32_t in_chunk = k & ((1u << shift) - 1);
+        if (TYPE == KRN_Q4_K ? J == 0 : in_chunk == 0 && k < cols)
+            barrier_wait(barrier_of(&header::raw_full, c.raw.at), c.raw.round);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint8_t *p = raw + (c.raw.at * 128 + (i ? c.other : c.row)) * stride;
             uint32_t v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            if (k < cols) {
-                const uint32_t chunk = k >> w.shift, skew = TYPE == KRN_Q4_K ? 0 : (low[h] + chunk * w.chunk_bytes) & 15u;
-                fragment64(TYPE == ANY ? w.type : TYPE, raw + (ring_of(w.shift, chunk) * 128 + r) * stride + skew,
-                           k & ((1u << w.shift) - 1), cols - k < 64 ? cols - k : 64, t, v);
+            if constexpr (TYPE == KRN_Q4_K) {
+                if (J == 0)
+                    c.block[i] = k_head(p);
+                fragment_q4_k(c.block[i], p, J, c.t, v);
+            } else if (k < cols) {
+                const uint32_t skew = (c.low[i] + (k >> shift) * chunk_bytes) & 15u;
+                fragment64(type, p + skew, in_chunk, cols - k < 64 ? cols - k : 64, c.t, v);
             }
 #pragma unroll
-            for (int p = 0; p < 8; p++)
-                f[p / 2 * 4 + (p & 1) * 2 + h] = v[p];
+            for (int q = 0; q < 8; q++)
+                f[q / 2 * 4 + (q & 1) * 2 + i] = v[q];
         }
+        const bool last = TYPE == KRN_Q4_K ? J == 3
+                                           : k < cols && (in_chunk + KRN_CU_TILE_K == 1u << shift || k + KRN_CU_TILE_K >= cols);
+        if (last) {
+            __syncwarp();
+            if (c.lane == 0)
+                barrier_arrive(barrier_of(&header::raw_empty, c.raw.at));
+            c.raw.next(raw_ring);
+        }
+    }
+
+    __device__ __forceinline__ void release(const consumer &c, uint32_t stage) const
+    {
+        if (c.lane == 0)
+            barrier_arrive(barrier_of(&header::empty, stage));
     }
 
     /* A step's products for the tile's number of tokens, rounded up to 32; sums beyond are not touched. */
-    template <int N> __device__ __forceinline__ void multiply(float (&sum)[TOKENS / 2], const uint32_t (&f)[16], uint64_t tokens)
+    template <int N>
+    __device__ __forceinline__ void multiply(float (&sum)[TOKENS / 2], const uint32_t (&f)[16], uint64_t tokens) const
     {
         wg_begin();
 #pragma unroll
@@ -181,14 +232,15 @@ template <int MODE, uint32_t TYPE, int TOKENS> struct wg_experts {
         wg_commit();
     }
 
-    /* Fragments of this step are in `f`; those of the next one go to `g` while this one is multiplied. */
-    __device__ __forceinline__ void step(uint32_t s, float (&sum)[TOKENS / 2], uint32_t (&f)[16], uint32_t (&g)[16])
+    /* Fragments of this step are in `f`; those of the next one go to `g` while this one is multiplied. J: the
+     * step's number modulo UNROLL. */
+    template <int J>
+    __device__ __forceinline__ void step(consumer &c, uint32_t s, float (&sum)[TOKENS / 2], uint32_t (&f)[16],
+                                         uint32_t (&g)[16]) const
     {
-        const uint64_t tokens = matrix_view(x_address + (s & (X_STAGES - 1)) * x_bytes, 16);
-        copy_wait<1>();
-        products_see();
-        __syncthreads();
-        const uint32_t units = div_up(now.rows, 32);
+        const uint64_t tokens = matrix_view(x_address + c.stage.at * x_bytes, 16);
+        barrier_wait(barrier_of(&header::full, c.stage.at), c.stage.round);
+        const uint32_t units = div_up(c.rows, 32);
         if (units == TOKENS / 32)
             multiply<TOKENS>(sum, f, tokens);
         else if (units == 1)
@@ -205,21 +257,39 @@ template <int MODE, uint32_t TYPE, int TOKENS> struct wg_experts {
             multiply<TOKENS < 192 ? TOKENS : 192>(sum, f, tokens);
         else if (TOKENS > 224 && units == 7)
             multiply<TOKENS < 224 ? TOKENS : 224>(sum, f, tokens);
-        fetch_x(s + 2);
-        fetch_raw(s + 3);
-        copy_commit();
-        wg_wait<1>(); /* of the step before: its fragments and tokens may be overwritten */
-        expand(s + 1, g);
+        wg_wait<1>(); /* the step before is done: its fragments and tokens may be overwritten */
+        if (s > 0)
+            release(c, (c.stage.at ? c.stage.at : X_STAGES) - 1);
+        c.stage.next(X_STAGES);
+        if (s + 1 < steps)
+            expand<(J + 1) % (int)UNROLL>(c, (s + 1) * KRN_CU_TILE_K, g);
     }
 
-    __device__ __forceinline__ void store(const wg_tile &tile, float (&sum)[TOKENS / 2]) const
+    /* ANY_ROWS: the matrix may have an odd number; left: rows from this one on. */
+    template <bool ANY_ROWS> __device__ __forceinline__ void put_two(float *y, float lo, float hi, uint32_t left) const
     {
-        const uint32_t odd = lane >> 2 & 1, n = tile.n0 + row - odd;
+        if (!ANY_ROWS || a.a.rows % 2 == 0) {
+            if (ANY_ROWS && a.add) {
+                const float2 o = *(const float2 *)y;
+                lo = o.x + lo;
+                hi = o.y + hi;
+            }
+            *(float2 *)y = make_float2(lo, hi);
+            return;
+        }
+        y[0] = a.add ? y[0] + lo : lo;
+        if (left > 1)
+            y[1] = a.add ? y[1] + hi : hi;
+    }
+
+    __device__ __forceinline__ void store(const consumer &k, float (&sum)[TOKENS / 2]) const
+    {
+        const uint32_t odd = k.lane >> 2 & 1, n = k.n0 + k.row - odd;
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; i++) {
-            if ((uint32_t)i * 8 >= tile.rows)
+            if ((uint32_t)i * 8 >= k.rows)
                 break;
-            const uint32_t token = 8 * i + 2 * t + odd; /* this lane's, after the exchange with its neighbour */
+            const uint32_t token = 8 * i + 2 * k.t + odd; /* this lane's, after the exchange with its neighbour */
             const float *c = &sum[4 * i];
             float v[2][2];
             if constexpr (PAIRED) {
@@ -228,70 +298,107 @@ template <int MODE, uint32_t TYPE, int TOKENS> struct wg_experts {
             } else {
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    v[j / 2][j % 2] = c[j] * KRN_CU_HIDDEN_SCALE;
+                    v[j / 2][j % 2] = MODE == DOWN ? c[j] * KRN_CU_HIDDEN_SCALE : c[j];
             }
 #pragma unroll
             for (int h = 0; h < (PAIRED ? 1 : 2); h++) { /* two rows of one token in a lane */
                 const float got = __shfl_xor_sync(0xffffffffu, odd ? v[h][0] : v[h][1], 4);
                 const float lo = odd ? got : v[h][0], hi = odd ? v[h][1] : got;
-                if (token >= tile.rows || n + 8 * h >= a.a.rows)
+                if (token >= k.rows || n + 8 * h >= a.a.rows)
                     continue;
-                if constexpr (PAIRED)
-                    at<uint32_t>(a.y)[((uint64_t)(tile.position + token) * a.a.rows + n) / 2] = pack_f16(lo, hi);
-                else
-                    *(float2 *)(at<float>(a.y) + (uint64_t)at<uint32_t>(a.slots)[tile.position + token] * a.a.rows + n +
-                                8 * h) = make_float2(lo, hi);
+                const uint32_t position = k.position + token;
+                if constexpr (PAIRED) {
+                    at<uint32_t>(a.y)[((uint64_t)position * a.a.rows + n) / 2] = pack_f16(lo, hi);
+                } else {
+                    const uint32_t y_row = MODE == DOWN ? at<uint32_t>(a.slots)[position] : position;
+                    put_two<MODE == DENSE>(at<float>(a.y) + (uint64_t)y_row * a.a.rows + n + 8 * h, lo, hi,
+                                           a.a.rows - n - 8 * h);
+                }
             }
         }
     }
 
-    __device__ __forceinline__ void walk()
+    __device__ __forceinline__ void consume() const
     {
-        const uint32_t total = at<krn_cu_plan_head>(a.head)->tiles * div_up(a.a.rows, OUT);
-        if (blockIdx.x >= total)
-            return;
-        if (look_up(blockIdx.x))
-            start();
+        consumer c;
+        c.lane = threadIdx.x % 32;
+        c.t = c.lane & 3;
+        c.row = PAIRED ? threadIdx.x / 32 * 8 + (c.lane >> 2) : threadIdx.x / 32 * 16 + (c.lane >> 2);
+        c.other = PAIRED ? c.row + 64 : c.row + 8;
+        c.stage = c.raw = {0, 0};
+        uint32_t note = 0;
         for (uint32_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
-            const bool work = next.rows != 0; /* 0: a rounding, for very many tokens */
             float sum[TOKENS / 2];
             uint32_t f[16], g[16];
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; i++)
                 sum[i] = 0.0f;
-            if (work) {
-                copy_wait<1>();
-                __syncthreads();
-                expand(0, f);
-                for (uint32_t s = 0; s < steps; s += 2) {
-                    step(s, sum, f, g);
-                    step(s + 1, sum, g, f);
+            barrier_wait(barrier_of(&header::raw_full, c.raw.at), c.raw.round); /* the note is there too */
+            const uint4 info = h->tile[note];
+            note = (note + 1) & 3;
+            c.position = info.y;
+            c.rows = info.z;
+            c.n0 = info.w;
+            c.low[0] = info.x + (uint32_t)row_offset(c.n0, c.row);
+            c.low[1] = info.x + (uint32_t)row_offset(c.n0, c.other);
+            expand<0>(c, 0, f);
+            for (uint32_t s = 0; s < steps; s += UNROLL) {
+                step<0>(c, s, sum, f, g);
+                step<1>(c, s + 1, sum, g, f);
+                if constexpr (UNROLL == 4) {
+                    step<2>(c, s + 2, sum, f, g);
+                    step<3>(c, s + 3, sum, g, f);
                 }
-                wg_wait<0>();
-                __syncthreads(); /* what comes next overwrites */
             }
-            const wg_tile done = now;
-            if (tile + gridDim.x < total && look_up(tile + gridDim.x))
-                start();
-            if (work)
-                store(done, sum);
+            wg_wait<0>();
+            release(c, (c.stage.at ? c.stage.at : X_STAGES) - 1);
+            store(c, sum);
         }
     }
 };
 
-#define EXPERTS(name, mode, type, tokens, blocks)                                                            \
-    KERNEL(__launch_bounds__(WG_THREADS, blocks), name, krn_cu_expert_args)                                  \
+template <int MODE, uint32_t TYPE, int TOKENS, int BLOCKS, int CONSUMER_REGISTERS, int PRODUCER_REGISTERS>
+DEV void wg_run(const krn_cu_expert_args &a)
+{
+    /* what the block was launched with is all that its warpgroups can share out */
+    static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 65536 / BLOCKS / 384 / 8 * 8 * 3, "registers");
+    SHARED_DYNAMIC(uint8_t, smem);
+    const wg_experts<MODE, TYPE, TOKENS> e(a, smem);
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < X_STAGES; i++) {
+            barrier_init(barrier_of(&header::full, i), PRODUCERS);
+            barrier_init(barrier_of(&header::empty, i), CONSUMERS / 32);
+        }
+        for (uint32_t i = 0; i < RAW_MOST; i++) {
+            barrier_init(barrier_of(&header::raw_full, i), PRODUCERS);
+            barrier_init(barrier_of(&header::raw_empty, i), CONSUMERS / 32);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < CONSUMERS) {
+        registers_take<CONSUMER_REGISTERS>();
+        e.consume();
+    } else {
+        registers_give<PRODUCER_REGISTERS>();
+        e.produce();
+    }
+}
+
+#define EXPERTS(name, mode, type, tokens, blocks, consumer, producer)                                        \
+    KERNEL(__launch_bounds__(CONSUMERS + PRODUCERS, blocks), name, krn_cu_expert_args)                       \
     {                                                                                                        \
-        SHARED_DYNAMIC(uint8_t, smem);                                                                       \
-        wg_experts<mode, type, tokens> e(a, smem);                                                           \
-        e.walk();                                                                                            \
+        wg_run<mode, type, tokens, blocks, consumer, producer>(a);                                                   \
     }
 
-EXPERTS(wg_gate_up_q4_k, GATE_UP, KRN_Q4_K, 256, 1)
-EXPERTS(wg_gate_up_q4_k_few, GATE_UP, KRN_Q4_K, 64, 2)
-EXPERTS(wg_down_q4_k, DOWN, KRN_Q4_K, 256, 1)
-EXPERTS(wg_down_q4_k_few, DOWN, KRN_Q4_K, 64, 2)
-EXPERTS(wg_gate_up, GATE_UP, ANY, 256, 1)
-EXPERTS(wg_gate_up_few, GATE_UP, ANY, 64, 1)
-EXPERTS(wg_down, DOWN, ANY, 256, 1)
-EXPERTS(wg_down_few, DOWN, ANY, 64, 1)
+EXPERTS(wg_gate_up_q4_k, GATE_UP, KRN_Q4_K, 256, 1, 224, 56)
+EXPERTS(wg_gate_up_q4_k_few, GATE_UP, KRN_Q4_K, 64, 2, 96, 48)
+EXPERTS(wg_down_q4_k, DOWN, KRN_Q4_K, 256, 1, 224, 56)
+EXPERTS(wg_down_q4_k_few, DOWN, KRN_Q4_K, 64, 2, 96, 48)
+EXPERTS(wg_gate_up, GATE_UP, ANY, 256, 1, 224, 56)
+EXPERTS(wg_gate_up_few, GATE_UP, ANY, 64, 2, 96, 48)
+EXPERTS(wg_down, DOWN, ANY, 256, 1, 224, 56)
+EXPERTS(wg_down_few, DOWN, ANY, 64, 2, 96, 48)
+EXPERTS(wg_dense, DENSE, ANY, 256, 1, 224, 56)
+EXPERTS(wg_dense_few, DENSE, ANY, 64, 2, 96, 48)
+EXPERTS(wg_dense_q4_k, DENSE, KRN_Q4_K, 256, 1, 224, 56)
+EXPERTS(wg_dense_q4_k_few, DENSE, KRN_Q4_K, 64, 2, 96, 48)

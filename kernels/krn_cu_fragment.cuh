@@ -25,20 +25,14 @@
 #define BLOCK_LIMIT 0x5ffc5ffcu /* 511, of which 128 are 65,408 */
 #define Q6_LIMIT    0x4bff4bffu /* almost 16, of which 4,096 are 65,504 */
 
-/* Bytes 0 and 1, each in a half of its own. */
+/* Bytes 0 and 1, each in a half of its own; behind the exponent of 1024. */
 DEV uint32_t two_bytes(const uint8_t *p)
 {
     return __byte_perm(*(const uint16_t *)p, 0, 0x4140);
 }
-
-DEV uint32_t both(uint32_t h)
+DEV uint32_t two_numbers(const uint8_t *p)
 {
-    return __byte_perm(h, 0, 0x1010);
-}
-
-DEV uint32_t both_high(uint32_t h)
-{
-    return __byte_perm(h, 0, 0x3232);
+    return __byte_perm(*(const uint16_t *)p, HALF2_MAGIC, 0x7170);
 }
 
 /*
@@ -50,44 +44,54 @@ struct k_block {
     uint32_t d, scale[2], base[2], min[2];
 };
 
-DEV k_block k_block_of(uint4 head, uint32_t j, uint32_t unit)
+/* The first 16 bytes of a block, d and dmin within their limits. */
+DEV uint4 k_head(const uint8_t *sb)
+{
+    uint4 head = *(const uint4 *)sb;
+    head.x = half2_clamp(head.x, K_LIMITS);
+    return head;
+}
+
+DEV k_block k_block_of(const uint4 &head, uint32_t j, uint32_t unit)
 {
     const uint32_t shift = 16 * (j & 1), y = head.y >> shift, z = head.z >> shift, w = head.w >> shift;
     const uint32_t s = j < 2 ? y & 0x3f3fu : (w & 0x0f0fu) | (y & 0xc0c0u) >> 2;
     const uint32_t m = j < 2 ? z & 0x3f3fu : (w >> 4 & 0x0f0fu) | (z & 0xc0c0u) >> 2;
-    const uint32_t d = half2_clamp(head.x, K_LIMITS);
+    const uint32_t d = head.x;
     const uint32_t scale = half2_mul(half2_add(__byte_perm(s, HALF2_MAGIC, 0x7170), HALF2_MINUS), unit);
     const uint32_t base = half2_mul(scale, HALF2_MINUS);
-    const uint32_t min = half2_mul(half2_add(__byte_perm(m, HALF2_MAGIC, 0x7170), HALF2_MINUS), both_high(d) ^ 0x80008000u);
-    return {both(d), {both(scale), both_high(scale)}, {both(base), both_high(base)}, {both(min), both_high(min)}};
+    const uint32_t min = half2_mul(half2_add(__byte_perm(m, HALF2_MAGIC, 0x7170), HALF2_MINUS), half2_high(d) ^ 0x80008000u);
+    return {half2_low(d), {half2_low(scale), half2_high(scale)}, {half2_low(base), half2_high(base)}, {half2_low(min), half2_high(min)}};
 }
 
+/* q: behind the exponent. */
 DEV uint32_t k_weights(const k_block &b, int n, uint32_t q)
 {
-    return half2_fma(half2_fma(q | HALF2_MAGIC, b.scale[n], b.base[n]), b.d, b.min[n]);
+    return half2_fma(half2_fma(q, b.scale[n], b.base[n]), b.d, b.min[n]);
 }
 
-DEV void fragment_q4_k(const uint8_t *sb, uint32_t j, uint32_t t, uint32_t (&w)[8])
+/* head: k_head(sb). */
+DEV void fragment_q4_k(const uint4 &head, const uint8_t *sb, uint32_t j, uint32_t t, uint32_t (&w)[8])
 {
-    const k_block b = k_block_of(*(const uint4 *)sb, j, 0x2c003c00u); /* 1/16 in the second */
+    const k_block b = k_block_of(head, j, 0x2c003c00u); /* 1/16 in the second */
     const uint8_t *q = sb + 16 + 32 * j + 2 * t;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const uint32_t v = two_bytes(q + 8 * i);
-        w[i] = k_weights(b, 0, v & 0x000f000fu);
-        w[4 + i] = k_weights(b, 1, v & 0x00f000f0u);
+        const uint32_t v = two_numbers(q + 8 * i);
+        w[i] = k_weights(b, 0, v & 0xff0fff0fu);
+        w[4 + i] = k_weights(b, 1, v & 0xfff0fff0u);
     }
 }
 
 DEV void fragment_q5_k(const uint8_t *sb, uint32_t j, uint32_t t, uint32_t (&w)[8])
 {
-    const k_block b = k_block_of(*(const uint4 *)sb, j, 0x3c003c00u);
+    const k_block b = k_block_of(k_head(sb), j, 0x3c003c00u);
     const uint8_t *q = sb + 48 + 32 * j + 2 * t, *h = sb + 16 + 2 * t;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t v = two_bytes(q + 8 * i), high = two_bytes(h + 8 * i) >> 2 * j;
-        w[i] = k_weights(b, 0, (v & 0x000f000fu) | (high & 0x00010001u) << 4);
-        w[4 + i] = k_weights(b, 1, (v >> 4 & 0x000f000fu) | (high & 0x00020002u) << 3);
+        w[i] = k_weights(b, 0, (v & 0x000f000fu) | (high & 0x00010001u) << 4 | HALF2_MAGIC);
+        w[4 + i] = k_weights(b, 1, (v >> 4 & 0x000f000fu) | (high & 0x00020002u) << 3 | HALF2_MAGIC);
     }
 }
 
@@ -97,16 +101,16 @@ DEV void fragment_q6_k(const uint8_t *sb, uint32_t j, uint32_t t, uint32_t (&w)[
 {
     const uint32_t half = j >> 1, pair = j & 1;
     const uint8_t *q = sb + 64 * half + 2 * t, *h = sb + 128 + 32 * half + 2 * t, *sc = sb + 192 + 8 * half + 4 * pair;
-    const uint32_t d = half2_clamp(both(*(const uint16_t *)(sb + 208)), Q6_LIMIT);
+    const uint32_t d = half2_clamp(half2_low(*(const uint16_t *)(sb + 208)), Q6_LIMIT);
     uint32_t scale[4], base[4]; /* of 16 weights each */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint32_t two = half2_add(two_bytes(sc + 2 * i) ^ 0x00800080u ^ HALF2_MAGIC, HALF2_M1152);
+        const uint32_t two = half2_add(two_numbers(sc + 2 * i) ^ 0x00800080u, HALF2_M1152);
         const uint32_t two_base = half2_mul(two, HALF2_M96);
-        scale[2 * i] = both(two);
-        scale[2 * i + 1] = both_high(two);
-        base[2 * i] = both(two_base);
-        base[2 * i + 1] = both_high(two_base);
+        scale[2 * i] = half2_low(two);
+        scale[2 * i + 1] = half2_high(two);
+        base[2 * i] = half2_low(two_base);
+        base[2 * i + 1] = half2_high(two_base);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -122,22 +126,22 @@ DEV void fragment_q6_k(const uint8_t *sb, uint32_t j, uint32_t t, uint32_t (&w)[
 
 DEV void fragment_q4_0(const uint8_t *block, uint32_t t, uint32_t *w)
 {
-    const uint32_t d = half2_clamp(both(*(const uint16_t *)block), BLOCK_LIMIT);
+    const uint32_t d = half2_clamp(half2_low(*(const uint16_t *)block), BLOCK_LIMIT);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint32_t v = two_bytes(block + 2 + 8 * i + 2 * t);
-        w[i] = half2_mul(half2_add((v & 0x000f000fu) | HALF2_MAGIC, HALF2_M1032), d);
-        w[2 + i] = half2_mul(half2_fma((v & 0x00f000f0u) | HALF2_MAGIC, HALF2_16TH, HALF2_M72), d);
+        const uint32_t v = two_numbers(block + 2 + 8 * i + 2 * t);
+        w[i] = half2_mul(half2_add(v & 0xff0fff0fu, HALF2_M1032), d);
+        w[2 + i] = half2_mul(half2_fma(v & 0xfff0fff0u, HALF2_16TH, HALF2_M72), d);
     }
 }
 
 DEV void fragment_q8_0(const uint8_t *block, uint32_t t, uint32_t *w)
 {
-    const uint32_t d = half2_clamp(both(*(const uint16_t *)block), BLOCK_LIMIT);
+    const uint32_t d = half2_clamp(half2_low(*(const uint16_t *)block), BLOCK_LIMIT);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const uint32_t v = two_bytes(block + 2 + 8 * i + 2 * t) ^ 0x00800080u;
-        w[i] = half2_mul(half2_add(v | HALF2_MAGIC, HALF2_M1152), d);
+        const uint32_t v = two_numbers(block + 2 + 8 * i + 2 * t) ^ 0x00800080u;
+        w[i] = half2_mul(half2_add(v, HALF2_M1152), d);
     }
 }
 
@@ -147,7 +151,8 @@ DEV void fragment64(uint32_t type, const uint8_t *p, uint32_t k, uint32_t n, uin
 {
     switch (type) {
     case KRN_Q4_K:
-        return fragment_q4_k(p + (k >> 8) * 144, k >> 6 & 3, t, w);
+        p += (k >> 8) * 144;
+        return fragment_q4_k(k_head(p), p, k >> 6 & 3, t, w);
     case KRN_Q5_K:
         return fragment_q5_k(p + (k >> 8) * 176, k >> 6 & 3, t, w);
     case KRN_Q6_K:

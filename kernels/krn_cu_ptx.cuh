@@ -98,6 +98,21 @@ DEV uint32_t half2_mul(uint32_t a, uint32_t b)
     return r;
 }
 
+/* The low or the high half twice; an arithmetic instruction takes that in by itself. */
+DEV uint32_t half2_low(uint32_t x)
+{
+    uint32_t r;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\nmov.b32 %0, {lo, lo};\n}" : "=r"(r) : "r"(x));
+    return r;
+}
+
+DEV uint32_t half2_high(uint32_t x)
+{
+    uint32_t r;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\nmov.b32 %0, {hi, hi};\n}" : "=r"(r) : "r"(x));
+    return r;
+}
+
 /* Between -limit and limit; not a number becomes one of them. */
 DEV uint32_t half2_clamp(uint32_t x, uint32_t limit)
 {

@@ -343,6 +343,14 @@ static inline uint32_t half2_mul(uint32_t a, uint32_t b)
 {
     return half2_fma(a, b, 0);
 }
+static inline uint32_t half2_low(uint32_t x)
+{
+    return (x & 0xffffu) | x << 16;
+}
+static inline uint32_t half2_high(uint32_t x)
+{
+    return (x & 0xffff0000u) | x >> 16;
+}
 static inline uint32_t half2_clamp(uint32_t x, uint32_t limit)
 {
     uint32_t r = 0;
