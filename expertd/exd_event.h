@@ -116,7 +116,6 @@ static inline void exd_event_issue(struct shm_event_writer *w, uint64_t at_ns, u
                   SHM_EVENT_U32(slot, 0) | SHM_EVENT_U16(group, 4) | SHM_EVENT_U8(certain, 6));
 }
 
-/* Many in a row share one look at the clock. */
 static inline void exd_event_drop(struct shm_event_writer *w, uint64_t at_ns, uint64_t stream, uint32_t layer,
                                   uint32_t expert)
 {
@@ -149,17 +148,15 @@ static inline void exd_event_release_seen(struct shm_event_writer *w, uint64_t n
     shm_event_put(w, SHM_EVENT_RELEASE_SEEN, now_ns, SHM_EVENT_U32(stream, 0) | SHM_EVENT_U32(groups, 4), 0);
 }
 
-static inline void exd_event_sleep_begin(struct shm_event_writer *w, uint64_t stream, uint32_t why)
+static inline void exd_event_sleep_begin(struct shm_event_writer *w, uint64_t at_ns, uint64_t stream,
+                                         uint32_t why)
 {
-    if (w)
-        shm_event_put(w, SHM_EVENT_SLEEP_BEGIN, shm_now_ns(), SHM_EVENT_U32(stream, 0) | SHM_EVENT_U8(why, 4),
-                      0);
+    shm_event_put(w, SHM_EVENT_SLEEP_BEGIN, at_ns, SHM_EVENT_U32(stream, 0) | SHM_EVENT_U8(why, 4), 0);
 }
 
-static inline void exd_event_sleep_end(struct shm_event_writer *w, uint64_t stream)
+static inline void exd_event_sleep_end(struct shm_event_writer *w, uint64_t at_ns, uint64_t stream)
 {
-    if (w)
-        shm_event_put(w, SHM_EVENT_SLEEP_END, shm_now_ns(), SHM_EVENT_U32(stream, 0), 0);
+    shm_event_put(w, SHM_EVENT_SLEEP_END, at_ns, SHM_EVENT_U32(stream, 0), 0);
 }
 
 #endif

@@ -153,28 +153,37 @@ static bool env_loaded(void *ctx, uint32_t layer, uint32_t expert)
     return shm_arena_ready(s->arena, shm_arena_blob_unit(s->arena, layer, expert));
 }
 
+/* A step never waits: events of it that follow each other may have one time. */
+static uint64_t step_ns(struct exd_stream *s)
+{
+    if (!s->step_ns && s->events)
+        s->step_ns = shm_now_ns();
+    return s->step_ns;
+}
+
 static void env_decide(void *ctx, uint32_t layer, uint32_t expert, uint32_t state, uint32_t group,
                        uint32_t slot)
 {
     struct exd_stream *s = ctx;
-    exd_stream_awake(s);
     /* relaxed: ordered before the worker's read by the signal (link queue, then landed_groups) */
     atomic_store_explicit(&s->control.table[(size_t)layer * s->geometry.experts + expert],
                           shm_entry_make(state, group, slot), memory_order_relaxed);
+    if (state == SHM_ENTRY_SLOT)
+        s->step_ns = 0; /* anew: what made room for it was seen a moment ago */
+    if (state == SHM_ENTRY_SLOT || state == SHM_ENTRY_DROPPED)
+        exd_stream_awake(s);
     if (state != SHM_ENTRY_DROPPED)
         return;
     atomic_store_explicit(&worker(s)->dropped_entries, exd_walk_counts(s->walk).dropped,
                           memory_order_relaxed);
-    if (!s->drop_ns && s->events)
-        s->drop_ns = shm_now_ns();
-    exd_event_drop(s->events, s->drop_ns, s->seq, layer, expert);
+    exd_event_drop(s->events, step_ns(s), s->seq, layer, expert);
 }
 
 static int env_issue(void *ctx, uint32_t layer, uint32_t expert, uint64_t entry, uint32_t slot,
                      uint64_t group, bool certain)
 {
     struct exd_stream *s = ctx;
-    uint64_t bytes = s->arena->layers[layer].blob_bytes, at_ns = s->events ? shm_now_ns() : 0;
+    uint64_t bytes = s->arena->layers[layer].blob_bytes, at_ns = step_ns(s);
     int rc = krn_link_copy(s->link, (uint64_t)slot * s->geometry.slot_bytes,
                            shm_arena_blob(s->arena, layer, expert), bytes, certain);
     if (rc)
@@ -395,7 +404,7 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
 
 enum exd_step exd_stream_step(struct exd_stream *s)
 {
-    s->drop_ns = 0;
+    s->step_ns = 0;
     enum exd_step step = exd_walk_step(s->walk);
     if (step != EXD_STEP_AGAIN)
         exd_trace_event(s->trace, EXD_TRACE_WAIT, step);
@@ -416,13 +425,15 @@ void exd_stream_asleep(struct exd_stream *s, enum exd_step step)
     if (s->asleep)
         exd_stream_awake(s);
     s->asleep = why[step];
-    exd_event_sleep_begin(s->events, s->seq, s->asleep);
+    s->step_ns = 0;
+    exd_event_sleep_begin(s->events, step_ns(s), s->seq, s->asleep);
+    s->step_ns = 0;
 }
 
 void exd_stream_awake(struct exd_stream *s)
 {
     if (s->asleep)
-        exd_event_sleep_end(s->events, s->seq);
+        exd_event_sleep_end(s->events, step_ns(s), s->seq);
     s->asleep = 0;
 }
 

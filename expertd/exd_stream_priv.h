@@ -29,7 +29,7 @@ struct exd_stream {
     struct exd_trace *trace;         /* NULL: none */
     struct shm_event_writer *events; /* NULL: none */
     uint32_t asleep;                 /* SHM_SLEEP_*, as last told; 0: awake */
-    uint64_t drop_ns;                /* when the step that drops began to; 0: it has not */
+    uint64_t step_ns; /* of events that follow each other within a step; 0: look at the clock */
 
     uint64_t seq, group_base, groups;
     uint64_t landed_base, landed, released, signalled, cpu_ns;

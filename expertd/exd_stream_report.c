@@ -192,6 +192,7 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
         .outstanding_max = c.outstanding_max,
         .cpu_ns = exd_stream_cpu_now_ns() - s->cpu_ns,
     };
+    s->step_ns = 0;
     exd_stream_awake(s);
     exd_event_stream_end(s->events, s->seq, r.copied, r.dropped, result);
     count_stream(s, &r);

@@ -5,6 +5,8 @@
  *
  *   b_stream [STREAMS [LAYERS EXPERTS]]
  *
+ * With EXPERTD_EVENTS=0 no events are written.
+ *
  * Prints the median and the least over the streams. Compare two builds in
  * pairs, one after the other and again: a machine's own drift is larger than
  * most changes.
@@ -15,6 +17,24 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+
+/* As in exd_event.c: of the issuer and of the link. */
+static struct shm_event_writer writers[2];
+
+static bool make_rings(void)
+{
+    static const uint32_t capacities[2] = {16384, 8192};
+    size_t bytes = (shm_event_bytes(capacities, 2) + 4095) & ~(size_t)4095;
+    void *base = aligned_alloc(4096, bytes);
+    if (!base)
+        return false;
+    memset(base, 0, bytes);
+    shm_event_init(base, "b_stream", capacities, 2, 1, 1);
+    for (uint32_t i = 0; i < 2; i++)
+        shm_event_own(base, i, i ? "link" : "issuer", "bench", 1, 1, &writers[i]);
+    return true;
+}
 
 static void on_fault(void *ctx, const char *line)
 {
@@ -40,8 +60,10 @@ int main(int argc, char **argv)
     struct krn_link *link;
     struct exd_issuer *issuer;
     double *per_entry = calloc(n, sizeof *per_entry);
-    if (!n || !per_entry || race_arena_create(layers, experts, 512, true, &arena) ||
-        race_worker_create(&arena, 256, 7, &w)) {
+    const char *set = getenv("EXPERTD_EVENTS");
+    bool events = !set || strcmp(set, "0") != 0;
+    if (!n || !per_entry || (events && !make_rings()) ||
+        race_arena_create(layers, experts, 512, true, &arena) || race_worker_create(&arena, 256, 7, &w)) {
         fprintf(stderr, "b_stream: no memory\n");
         return 1;
     }
@@ -50,12 +72,14 @@ int main(int argc, char **argv)
                                                      .ring_bytes = w.ring_bytes,
                                                      .landed_word = &sw->landed_groups,
                                                      .landed_bell = &sw->landed_bell,
-                                                     .issuer_bell = &sw->issuer_bell};
+                                                     .issuer_bell = &sw->issuer_bell,
+                                                     .events = events ? &writers[1] : NULL};
     const struct exd_issuer_config config = {
         .arena = &arena.view,
         .control = w.view,
         .geometry = w.geometry,
         .settings = {.policy = SHM_POLICY_ROUTED, .order = SHM_ORDER_RECENT, .depth = 16, .floor = 1},
+        .events = events ? &writers[0] : NULL,
         .name = "bench",
         .fault = on_fault};
     struct exd_issuer_config with_link = config;
