@@ -4,6 +4,7 @@
 #include "expertd/exd_arena_priv.h"
 #include "proto/prt_file.h"
 #include "proto/prt_guard.h"
+#include "proto/prt_memory.h"
 #include "shm/shm_verify.h"
 
 #include <errno.h>
@@ -251,7 +252,7 @@ static int pin(struct exd_arena *a, const struct exd_arena_config *c, struct shm
         return 0;
     }
     char size[24];
-    exd_limits_size(a->bytes, size);
+    prt_size_text(a->bytes, size);
     if (c->pin == EXD_PIN_REQUIRE)
         return shm_error_set(
             err, rc,
@@ -275,7 +276,7 @@ static void describe(const struct exd_arena *a, const struct exd_arena_config *c
 {
     static const char *const fs_name[EXD_FS_COUNT] = {"tmpfs", "hugetlbfs", "disk"};
     char size[24], line[EXD_ARENA_PATH_MAX + 256];
-    exd_limits_size(a->bytes, size);
+    prt_size_text(a->bytes, size);
     snprintf(line, sizeof line, "arena %s: %s%s on %s, %s pages, %s, generation %llu", a->path,
              a->found == EXD_FOUND_ADOPTED ? "adopted, " : "", size, fs_name[a->place.fs],
              a->huge ? "huge" : "ordinary",

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Memory of an arena: allocated up front, huge where possible, locked on demand. */
 #include "expertd/exd_arena_priv.h"
+#include "proto/prt_memory.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -61,8 +62,8 @@ bool exd_memory_huge(const struct exd_place *place, uint8_t *base, uint64_t byte
 static int full(const struct exd_place *place, int code, uint64_t done, uint64_t bytes, struct shm_error *err)
 {
     char a[24], b[24];
-    exd_limits_size(done, a);
-    exd_limits_size(bytes, b);
+    prt_size_text(done, a);
+    prt_size_text(bytes, b);
     return shm_error_set(
         err, code,
         "arena directory %s: no more memory after %s of %s (%s): free some, or choose another "

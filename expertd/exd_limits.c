@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "expertd/exd_limits.h"
 
+#include "proto/prt_memory.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <linux/magic.h>
@@ -11,20 +13,6 @@
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
-
-#define PATH_BYTES 4096
-
-void exd_limits_size(uint64_t bytes, char ret_text[24])
-{
-    static const char unit[][4] = {"B", "KiB", "MiB", "GiB", "TiB"};
-    double v = (double)bytes;
-    unsigned u = 0;
-    while (v >= 1024 && u < 4) {
-        v /= 1024;
-        u++;
-    }
-    snprintf(ret_text, 24, u ? "%.1f %s" : "%.0f %s", v, unit[u]);
-}
 
 int exd_limits_fs(const char *path, enum exd_fs *ret_fs)
 {
@@ -45,49 +33,6 @@ int exd_limits_fs(const char *path, enum exd_fs *ret_fs)
     }
 }
 
-/* First bytes of root/path, terminated; false if it cannot be read. */
-static bool read_text(const char *root, const char *path, char *text, size_t size)
-{
-    char full[PATH_BYTES];
-    if ((size_t)snprintf(full, sizeof full, "%s%s", root, path) >= sizeof full)
-        return false;
-    FILE *f = fopen(full, "re");
-    if (!f)
-        return false;
-    size_t n = fread(text, 1, size - 1, f);
-    bool ok = !ferror(f);
-    fclose(f);
-    text[n] = 0;
-    return ok;
-}
-
-/* The number after key at the start of a line. */
-static bool field(const char *text, const char *key, uint64_t *ret_value)
-{
-    size_t n = strlen(key);
-    for (const char *line = text; line; line = (line = strchr(line, '\n')) ? line + 1 : NULL)
-        if (strncmp(line, key, n) == 0 && (line[n] == ' ' || line[n] == ':'))
-            return sscanf(line + n + 1, "%" SCNu64, ret_value) == 1;
-    return false;
-}
-
-/* Free huge pages of one size, in pages: what the pool has and may still take. */
-static uint64_t free_huge_pages(const char *root, uint64_t page_bytes)
-{
-    static const char *const name[] = {"free_hugepages", "nr_overcommit_hugepages", "resv_hugepages",
-                                       "surplus_hugepages"};
-    uint64_t value[4] = {0};
-    for (unsigned i = 0; i < 4; i++) {
-        char path[128], text[64];
-        snprintf(path, sizeof path, "/sys/kernel/mm/hugepages/hugepages-%" PRIu64 "kB/%s", page_bytes / 1024,
-                 name[i]);
-        if (read_text(root, path, text, sizeof text))
-            sscanf(text, "%" SCNu64, &value[i]);
-    }
-    uint64_t have = value[0] + value[1], taken = value[2] + value[3];
-    return have > taken ? have - taken : 0;
-}
-
 static int check_space(const struct exd_limits_need *need, enum exd_fs fs, struct shm_error *err)
 {
     struct statvfs s;
@@ -101,7 +46,7 @@ static int check_space(const struct exd_limits_need *need, enum exd_fs fs, struc
                                  "arena directory %s: huge pages of %" PRIu64
                                  " bytes do not divide an arena: mount hugetlbfs with pagesize=2M",
                                  need->dir, page);
-        uint64_t in_pool = free_huge_pages(need->root ? need->root : "", page) * page;
+        uint64_t in_pool = prt_huge_pages_free(need->root, page) * page;
         if (s.f_blocks == 0 || in_pool < have) /* mounted without size=: the pool is the limit */
             have = in_pool;
     }
@@ -109,8 +54,8 @@ static int check_space(const struct exd_limits_need *need, enum exd_fs fs, struc
     if (unlimited || have >= need->file_bytes)
         return 0;
     char a[24], b[24];
-    exd_limits_size(have, a);
-    exd_limits_size(need->file_bytes, b);
+    prt_size_text(have, a);
+    prt_size_text(need->file_bytes, b);
     if (fs == EXD_FS_HUGETLB)
         return shm_error_set(err, ENOSPC,
                              "arena directory %s: %s of huge pages are free, the model needs %s: raise "
@@ -131,16 +76,12 @@ static int check_space(const struct exd_limits_need *need, enum exd_fs fs, struc
 static int check_memory(const struct exd_limits_need *need, const char *root, uint64_t bytes,
                         struct shm_error *err)
 {
-    char text[8192];
-    uint64_t kib;
-    if (!read_text(root, "/proc/meminfo", text, sizeof text) || !field(text, "MemAvailable", &kib) ||
-        kib > UINT64_MAX / 1024)
-        return 0;
-    if (kib * 1024 >= bytes)
+    uint64_t have;
+    if (!prt_memory_available(root, &have) || have >= bytes)
         return 0;
     char a[24], b[24];
-    exd_limits_size(kib * 1024, a);
-    exd_limits_size(bytes, b);
+    prt_size_text(have, a);
+    prt_size_text(bytes, b);
     return shm_error_set(
         err, ENOMEM,
         "memory for the arena in %s: %s are available (MemAvailable), the model needs %s: free "
@@ -148,115 +89,41 @@ static int check_memory(const struct exd_limits_need *need, const char *root, ui
         need->dir, a, b);
 }
 
-/* One cgroup directory: its limit less what it uses and could not give back. */
-static int check_cgroup_dir(const char *root, const char *dir, bool v2, uint64_t bytes, struct shm_error *err)
+static int check_cgroups(const char *root, uint64_t bytes, struct shm_error *err)
 {
-    char path[PATH_BYTES + 64], text[8192];
-    uint64_t limit, used, active = 0, inactive = 0;
-    snprintf(path, sizeof path, "%s/%s", dir, v2 ? "memory.max" : "memory.limit_in_bytes");
-    /* "max" (v2) is not a number, and v1's "none" is a huge one */
-    if (!read_text(root, path, text, sizeof text) || sscanf(text, "%" SCNu64, &limit) != 1 ||
-        limit > INT64_MAX / 2)
-        return 0;
-    snprintf(path, sizeof path, "%s/%s", dir, v2 ? "memory.current" : "memory.usage_in_bytes");
-    if (!read_text(root, path, text, sizeof text) || sscanf(text, "%" SCNu64, &used) != 1)
-        used = 0;
-    snprintf(path, sizeof path, "%s/memory.stat", dir);
-    if (read_text(root, path, text, sizeof text)) {
-        field(text, v2 ? "inactive_file" : "total_inactive_file", &inactive);
-        field(text, v2 ? "active_file" : "total_active_file", &active);
-        uint64_t cache = inactive <= used && active <= used - inactive ? inactive + active : 0;
-        used -= cache; /* page cache of files gives way; that of tmpfs is not in these two */
-    }
-    uint64_t have = used < limit ? limit - used : 0;
-    if (have >= bytes)
+    struct prt_memory_group g;
+    if (!prt_memory_group(root, &g) || g.free_bytes >= bytes)
         return 0;
     char a[24], b[24], c[24];
-    exd_limits_size(limit, a);
-    exd_limits_size(have, b);
-    exd_limits_size(bytes, c);
+    prt_size_text(g.limit_bytes, a);
+    prt_size_text(g.free_bytes, b);
+    prt_size_text(bytes, c);
     return shm_error_set(err, ENOMEM,
                          "memory limit of cgroup %s: %s, of which %s are free, the model needs %s: raise %s "
                          "(systemd: MemoryMax=)",
-                         dir, a, b, c, v2 ? "memory.max" : "memory.limit_in_bytes");
-}
-
-/* path and every ancestor up to the mount. In a container the path may be the
- * host's while the mount shows the container's own group at its root: a
- * directory that is not there is passed over. */
-static int check_cgroup_path(const char *root, const char *mount, char *path, bool v2, uint64_t bytes,
-                             struct shm_error *err)
-{
-    for (;;) {
-        char dir[PATH_BYTES];
-        size_t n = strlen(path);
-        while (n && path[n - 1] == '/')
-            path[--n] = 0;
-        if ((size_t)snprintf(dir, sizeof dir, "%s%s", mount, path) >= sizeof dir)
-            return 0;
-        int rc = check_cgroup_dir(root, dir, v2, bytes, err);
-        if (rc || n == 0)
-            return rc;
-        char *slash = strrchr(path, '/');
-        *(slash ? slash : path) = 0;
-    }
-}
-
-static int check_cgroups(const char *root, uint64_t bytes, struct shm_error *err)
-{
-    char text[8192];
-    if (!read_text(root, "/proc/self/cgroup", text, sizeof text))
-        return 0;
-    char *save = NULL;
-    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
-        /* hierarchy:controllers:path */
-        char *controllers = strchr(line, ':');
-        char *path = controllers ? strchr(controllers + 1, ':') : NULL;
-        if (!path)
-            continue;
-        *path++ = 0;
-        controllers++;
-        int rc = 0;
-        if (*controllers == 0) {
-            char copy[PATH_BYTES];
-            snprintf(copy, sizeof copy, "%.4000s", path);
-            rc = check_cgroup_path(root, "/sys/fs/cgroup", path, true, bytes, err);
-            if (!rc) /* v1 and v2 side by side */
-                rc = check_cgroup_path(root, "/sys/fs/cgroup/unified", copy, true, bytes, err);
-        } else {
-            char *save_c = NULL;
-            for (char *c = strtok_r(controllers, ",", &save_c); c; c = strtok_r(NULL, ",", &save_c))
-                if (strcmp(c, "memory") == 0) {
-                    rc = check_cgroup_path(root, "/sys/fs/cgroup/memory", path, false, bytes, err);
-                    break;
-                }
-        }
-        if (rc)
-            return rc;
-    }
-    return 0;
+                         g.dir, a, b, c, prt_memory_group_file(&g));
 }
 
 static int check_rlimits(const struct exd_limits_need *need, const char *root, struct shm_error *err)
 {
     struct rlimit r;
     char a[24], b[24], text[256];
-    exd_limits_size(need->file_bytes, b);
+    prt_size_text(need->file_bytes, b);
     if (getrlimit(RLIMIT_FSIZE, &r) == 0 && r.rlim_cur != RLIM_INFINITY && r.rlim_cur < need->file_bytes) {
-        exd_limits_size(r.rlim_cur, a);
+        prt_size_text(r.rlim_cur, a);
         return shm_error_set(
             err, EFBIG,
             "file size limit: %s (RLIMIT_FSIZE), the arena needs %s: raise it (ulimit -f unlimited)", a, b);
     }
     if (getrlimit(RLIMIT_AS, &r) == 0 && r.rlim_cur != RLIM_INFINITY) {
         unsigned long long pages = 0;
-        if (read_text(root, "/proc/self/statm", text, sizeof text))
+        if (prt_text_read(root, "/proc/self/statm", text, sizeof text))
             sscanf(text, "%llu", &pages);
         uint64_t used = pages * (uint64_t)sysconf(_SC_PAGESIZE);
         uint64_t have = used < r.rlim_cur ? r.rlim_cur - used : 0;
         if (have < need->file_bytes + need->memory_bytes) {
-            exd_limits_size(r.rlim_cur, a);
-            exd_limits_size(need->file_bytes + need->memory_bytes, b);
+            prt_size_text(r.rlim_cur, a);
+            prt_size_text(need->file_bytes + need->memory_bytes, b);
             return shm_error_set(err, ENOMEM,
                                  "address space limit: %s (RLIMIT_AS), the model needs %s more: raise it "
                                  "(ulimit -v unlimited)",
@@ -272,7 +139,7 @@ static bool may_lock_any(const char *root)
     char text[8192];
     const char *line;
     unsigned long long caps;
-    if (!read_text(root, "/proc/self/status", text, sizeof text) || !(line = strstr(text, "\nCapEff:")) ||
+    if (!prt_text_read(root, "/proc/self/status", text, sizeof text) || !(line = strstr(text, "\nCapEff:")) ||
         sscanf(line + 8, "%llx", &caps) != 1)
         return false;
     return caps >> 14 & 1;
@@ -285,8 +152,8 @@ static int check_locked(const struct exd_limits_need *need, const char *root, st
         may_lock_any(root))
         return 0;
     char a[24], b[24];
-    exd_limits_size(r.rlim_cur, a);
-    exd_limits_size(need->file_bytes, b);
+    prt_size_text(r.rlim_cur, a);
+    prt_size_text(need->file_bytes, b);
     return shm_error_set(err, EPERM,
                          "locked memory limit: %s (RLIMIT_MEMLOCK), the arena needs %s: raise it (ulimit -l; "
                          "systemd: LimitMEMLOCK=infinity) or use --pin=auto",

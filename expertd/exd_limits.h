@@ -33,7 +33,4 @@ int exd_limits_check(const struct exd_limits_need *need, struct shm_error *err);
 /* Kind of the file system that holds path. 0 or a negative errno. */
 int exd_limits_fs(const char *path, enum exd_fs *ret_fs);
 
-/* Bytes as "12.3 GiB", "512.0 MiB": for messages. */
-void exd_limits_size(uint64_t bytes, char ret_text[24]);
-
 #endif

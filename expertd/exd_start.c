@@ -2,6 +2,7 @@
 #include "expertd/exd_daemon_priv.h"
 #include "expertd/exd_log.h"
 #include "expertd/exd_region.h"
+#include "proto/prt_memory.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -118,8 +119,8 @@ static int open_park(struct exd_daemon *d)
         int rc = exd_limits_check(&need, &why);
         if (rc < 0) {
             char asked[24], most[24];
-            exd_limits_size(bytes, asked);
-            exd_limits_size(available(dir), most);
+            prt_size_text(bytes, asked);
+            prt_size_text(available(dir), most);
             return shm_error_set(
                 &s->error, rc,
                 "--park: %s are asked for, there is room for %s in %.200s (size of the tmpfs, available "
