@@ -2,7 +2,7 @@
 /*
  * expertctl: its commands and what they share.
  *
- * Looking (status, workers, rings, trace, counters, metrics, verify) maps shared memory read-only
+ * Looking (status, workers, rings, trace, counters, metrics, verify, doctor) maps shared memory read-only
  * and asks expertd nothing, so it works while expertd is stopped and disturbs
  * no stream. Only configure, drain and stop send a message, and workers with
  * drain or restart a signal to the workers.
@@ -42,6 +42,7 @@ struct ctl_options {
     double deadline_s;                     /* drain, stop; workers: for each one */
     const char *worker_action;             /* workers: "drain", "restart", or NULL: show */
     bool all;                              /* workers drain|restart: every server */
+    const char *model, *arena_dir;         /* doctor; NULL: none, expertd's choice */
     uint32_t pids[64], n_pids;             /* likewise: these */
     struct prt_configure_request settings; /* configure; its session 0: that of the worker */
 };

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 #include "tools/ctl.h"
+#include "tools/ctl_doctor.h"
 
 #include "proto/prt_file.h"
 
@@ -44,11 +45,17 @@ static int call_stop(struct prt_client *client, const struct ctl_options *o, str
 }
 
 static const struct command commands[] = {
-    {"status", ctl_show_status, NULL, false},     {"workers", ctl_show_workers, NULL, false},
-    {"rings", ctl_show_rings, NULL, false},       {"trace", ctl_show_trace, NULL, false},
-    {"counters", ctl_show_counters, NULL, false}, {"metrics", ctl_show_metrics, NULL, false},
-    {"verify", ctl_verify, NULL, false},          {"configure", NULL, ctl_configure, true},
-    {"drain", NULL, call_drain, false},           {"stop", NULL, call_stop, false},
+    {"status", ctl_show_status, NULL, false},
+    {"workers", ctl_show_workers, NULL, false},
+    {"rings", ctl_show_rings, NULL, false},
+    {"trace", ctl_show_trace, NULL, false},
+    {"counters", ctl_show_counters, NULL, false},
+    {"metrics", ctl_show_metrics, NULL, false},
+    {"verify", ctl_verify, NULL, false},
+    {"configure", NULL, ctl_configure, true},
+    {"drain", NULL, call_drain, false},
+    {"stop", NULL, call_stop, false},
+    {"doctor", NULL, NULL, true},
 };
 
 static const char doc[] =
@@ -63,6 +70,7 @@ static const char doc[] =
     "  counters   every counter of expertd and its workers\n"
     "  metrics    the same for Prometheus: a file, or over loopback HTTP\n"
     "  verify     recompute every checksum of the arena\n"
+    "  doctor     what this host has for expertd and its workers, and what to do about what it lacks\n"
     "  configure  settings of a live worker, from its next stream on\n"
     "  drain      no new streams and sessions from now on\n"
     "  stop       drain, then end expertd; returns when it has ended\n"
@@ -101,7 +109,8 @@ enum {
     OPT_LIST,
     OPT_DETAIL,
     OPT_LISTEN,
-    OPT_SECONDS
+    OPT_SECONDS,
+    OPT_ARENA_DIR
 };
 
 static const struct argp_option options[] = {
@@ -125,6 +134,9 @@ static const struct argp_option options[] = {
     {"deadline", OPT_DEADLINE, "SECONDS", 0,
      "drain, stop: how long running streams may take (default: 10); workers drain, restart: how long each "
      "may take (default: 120)",
+     0},
+    {"model", 'm', "FILE", 0, "doctor: a model (of a split one: any shard) whose needs are looked at", 0},
+    {"arena-dir", OPT_ARENA_DIR, "DIR", 0, "doctor: where its arena is to go (default: as expertd chooses)",
      0},
     {"all", 'a', 0, 0, "workers drain, restart: every server of the instance", 0},
     {"session", OPT_SESSION, "N", 0, "configure: the worker by its session (else by --worker)", 0},
@@ -272,6 +284,12 @@ static error_t parse(int key, char *arg, struct argp_state *state)
     case OPT_DEADLINE:
         p->options.deadline_s = number(state, "deadline", arg, 0, 3600);
         return 0;
+    case 'm':
+        p->options.model = arg;
+        return 0;
+    case OPT_ARENA_DIR:
+        p->options.arena_dir = arg;
+        return 0;
     case 'a':
         p->options.all = true;
         return 0;
@@ -401,7 +419,9 @@ int main(int argc, char **argv)
     argp_parse(&argp, argc, argv, 0, NULL, &p);
     struct shm_error err = {0};
     int status;
-    if (p.options.worker_action) {
+    if (strcmp(p.command->name, "doctor") == 0) {
+        status = ctl_doctor(&p.options, &err);
+    } else if (p.options.worker_action) {
         status = workers(&p, &err);
     } else if (p.options.trace_action) {
         catch_signals();

@@ -371,3 +371,48 @@ def test_scribbled_store_is_no_crash(world):
         r = subprocess.run([str(EXPERTCTL), *command.split(), *world.where("scribbled")], capture_output=True,
                            timeout=60 * SLOW)
         assert r.returncode in (0, 1, 2, 3), (command, r.returncode, r.stderr)
+
+
+def doctor(world, *options, env=None):
+    r = subprocess.run([str(EXPERTCTL), "doctor", "--json", *world.where(), *map(str, options)], capture_output=True,
+                       text=True, timeout=60 * SLOW, env={**os.environ, **(env or {})})
+    assert not r.stderr, r.stderr
+    out = json.loads(r.stdout)
+    assert r.returncode == (1 if out["problems"] else 0) and out["ok"] == (out["problems"] == 0)
+    assert set(out) == documented("doctor") - {"check", "grade", "text"}
+    for grade in ("problem", "warning"):
+        assert sum(f["grade"] == grade for f in out["findings"]) == out[grade + "s"]
+    return out
+
+
+def found(out, check):
+    """Text of a check's findings; each check is told."""
+    texts = [f["text"] for f in out["findings"] if f["check"] == check]
+    assert texts, out
+    return "\n".join(texts)
+
+
+def test_doctor(world):
+    out = doctor(world)
+    assert "no expertd runs" in found(out, "instance")
+    assert {f["check"] for f in out["findings"]} | {"disk"} == set(re.findall(
+        r"^\*(\w+)\*$", PAGE.split("# CHECKS OF DOCTOR")[1].split("# JSON")[0], re.M))
+    before = doctor(world, "--model", STORY, "--arena-dir", world.arena)
+    assert "is there already" not in found(before, "model") and "a sample" in found(before, "disk")
+    world.expertd()
+    (world.runtime / "link").symlink_to(STORY)  # the same file by another name
+    after = doctor(world, "--model", world.runtime / "link")
+    assert "is there already" in found(after, "model") and "0 B more" in found(after, "memory")
+    assert "share IPC and PID namespaces" in found(after, "ipc")
+    told = float(re.search(r"arena of about ([\d.]+) MiB", found(after, "model")).group(1)) * 2**20
+    real = world.status()["arena"]["bytes"]
+    assert real <= told <= real * 1.05 + 4 * 2**20
+
+
+def test_doctor_finds_a_problem(world):
+    empty = world.path / "empty"
+    empty.mkdir()
+    out = doctor(world, "--model", world.path / "none.gguf", env={"EXPERTCTL_ROOT": str(empty)})
+    assert out["problems"] >= 3
+    for check, words in (("ipc", "mount /proc"), ("space", "/dev/shm"), ("model", "none.gguf")):
+        assert words in found(out, check)

@@ -61,9 +61,10 @@ _expertd_complete() {
         esac
         ;;
     expertctl)
-        commands="status workers rings trace counters metrics verify configure drain stop"
+        commands="status workers rings trace counters metrics verify doctor configure drain stop"
         options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --seconds --list --detail -o --output
-            --listen --deadline -a --all --session --stream --order --depth --floor --link-gbps --link-latency-us"
+            --listen --deadline -m --model --arena-dir -a --all --session --stream --order --depth --floor --link-gbps
+            --link-latency-us"
         ;;
     expert-bench)
         options="--model -i --instance --runtime-dir --prompt --prompt-file --tokens -n --pairs --seconds --generate
