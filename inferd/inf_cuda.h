@@ -24,10 +24,12 @@ struct inf_cuda_layer {
     struct krn_cu_expert_shape experts;
 };
 
-/* Where a pass's keys and values are: of each span its row (for generated tokens), then the spans' tables. */
+/* What a pass brings to the device: where its keys and values are, of each span its row (for generated
+ * tokens); then words: zeros [layers], in which the device counts the choices whose expert it ran, and the
+ * spans' tables of blocks. */
 struct inf_cuda_map {
     struct krn_cu_row row[INF_SPANS_MAX];
-    uint32_t block[];
+    uint32_t word[];
 };
 
 /* Where everything of a chunk is; offsets until they are placed. */
@@ -82,9 +84,9 @@ struct inf_cuda {
     krn_cuda_ptr table[INF_SPANS_MAX]; /* of the pass's spans, in act.map */
     struct krn_cu_rows rows;           /* of the pass, where its tokens are generated */
     krn_cuda_ptr memory;
-    uint8_t *host; /* pinned: ids [chunk], then counts [experts], then logits, then a map */
+    uint8_t *host; /* pinned: ids [chunk], counts [experts], choices run [layers], logits, a map */
     krn_cuda_ptr host_device;
-    uint32_t *host_ids, *host_counts;
+    uint32_t *host_ids, *host_counts, *host_ran;
     float *host_logits;
     struct inf_cuda_map *host_map;
     uint32_t *routes; /* [2][chunk * top_k], ids and weights; NULL until wanted */

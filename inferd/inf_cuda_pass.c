@@ -40,7 +40,7 @@ int inf_cuda_begin(struct inf_cuda *c, struct shm_error *err)
 static int map_spans(struct inf_cuda *c, const struct inf_pass *p)
 {
     struct inf_cuda_map *map = c->host_map;
-    uint32_t n = 0;
+    uint32_t n = c->model->hparams.layers; /* zeros */
     _Static_assert(INF_KV_BLOCK == KRN_CU_KV_BLOCK && INF_SPANS_MAX <= KRN_CU_ROWS_MAX, "the kernels' own");
     c->rows = (struct krn_cu_rows){.at = c->act.map, .tokens = p->spans};
     for (uint32_t i = 0; i < p->spans; i++) {
@@ -48,14 +48,20 @@ static int map_spans(struct inf_cuda *c, const struct inf_pass *p)
         const uint32_t blocks = inf_kv_blocks(s->position + s->tokens);
         if (s->position > c->rows.position_most)
             c->rows.position_most = s->position;
-        c->table[i] = c->act.map + offsetof(struct inf_cuda_map, block) + n * sizeof map->block[0];
+        c->table[i] = c->act.map + offsetof(struct inf_cuda_map, word) + n * sizeof map->word[0];
         map->row[i] = (struct krn_cu_row){.blocks = c->table[i], .position = s->position};
-        memcpy(map->block + n, s->kv->block, blocks * sizeof map->block[0]);
+        memcpy(map->word + n, s->kv->block, blocks * sizeof map->word[0]);
         n += blocks;
     }
-    const uint32_t words = offsetof(struct inf_cuda_map, block) / sizeof map->block[0] + n;
+    const uint32_t words = offsetof(struct inf_cuda_map, word) / sizeof map->word[0] + n;
     return krn_cu_words(c->cu, c->stream, c->host_device + (krn_cuda_ptr)((uint8_t *)map - c->host), words,
                         c->act.map);
+}
+
+/* Where a layer's choices that are run are counted. */
+static krn_cuda_ptr ran_of(const struct inf_cuda *c, uint32_t layer)
+{
+    return c->act.map + offsetof(struct inf_cuda_map, word) + layer * UINT64_C(4);
 }
 
 /* A layer's keys and values of a span. */
@@ -370,6 +376,7 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
         .resident = c->resident_table ? c->resident_table + (uint64_t)layer * s->experts * 8 : 0,
         .predicted_ids = predicts && single ? a->predicted_ids : 0,
         .publication = p->stream && single ? &publication : NULL,
+        .ran = ran_of(c, layer),
         .tokens = p->tokens,
         .hidden = s->hidden,
         .experts = s->experts,
@@ -396,6 +403,7 @@ static int token_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t 
                                     .eps = eps,
                                     .plan = a->plan,
                                     .hidden_rows = a->hidden_rows,
+                                    .ran = route.ran,
                                     .weights = together ? a->weights : 0,
                                     .out = together ? a->x : a->out};
     if (!waits || (!together && run.resident)) {
@@ -458,6 +466,7 @@ int inf_cuda_experts(struct inf_device *d, const struct inf_pass *p, uint32_t la
         .x_f16 = a->normed16,
         .plan = a->plan,
         .hidden_rows = a->hidden_rows,
+        .ran = ran_of(c, layer),
         .out = a->out};
     /* The residents run while the link moves the others. */
     if (run.resident)
@@ -491,6 +500,20 @@ static int release_rest(struct inf_cuda *c, const struct inf_pass *p, struct shm
     return inf_cuda_spend(c, p, p->stream, 2, err);
 }
 
+/* Each choice of each token was computed, or there are no right logits: the pass has ended, host_ran is
+ * there. */
+static int check_ran(const struct inf_cuda *c, const struct inf_pass *p, struct shm_error *err)
+{
+    const uint32_t choices = p->tokens * c->model->shape.top_k;
+    for (uint32_t layer = 0; layer < c->model->hparams.layers; layer++)
+        if (c->host_ran[layer] != choices)
+            return shm_error_set(err, EPROTO,
+                                 "layer %u: %u of %u choices of experts were run, expertd's slot table led "
+                                 "to no others: the read is given up (restart expertd if it comes again)",
+                                 layer, c->host_ran[layer], choices);
+    return 0;
+}
+
 /* Rows whose logits are made together: pieces of spans. */
 struct head {
     struct run {
@@ -521,7 +544,8 @@ static int make_logits(struct inf_cuda *c, const struct inf_pass *p, struct head
     }
     TRY(KRN_CUDA(copy_out_async, c->host_logits, a->logits, (size_t)h->rows * vocab * 4, c->stream));
     inf_cuda_stamp(c, INF_STEP_HEAD);
-    if ((rc = release_rest(c, p, err)) || (rc = inf_cuda_finish(c, p, p->stream, err)))
+    if ((rc = release_rest(c, p, err)) || (rc = inf_cuda_finish(c, p, p->stream, err)) ||
+        (rc = check_ran(c, p, err)))
         return rc;
     const float *logits = c->host_logits;
     for (uint32_t i = 0; p->on_logits && i < h->runs; i++) {
@@ -567,9 +591,12 @@ int inf_cuda_head(struct inf_device *d, const struct inf_pass *p, struct shm_err
     bool wanted = false;
     for (uint32_t i = 0; i < p->spans; i++)
         wanted |= p->span[i].first_logit < p->span[i].tokens;
-    int rc = wanted ? all_logits(c, p, err) : release_rest(c, p, err);
-    if (!rc && !wanted)
-        rc = inf_cuda_finish(c, p, p->stream, err);
+    int rc;
+    TRY(KRN_CUDA(copy_out_async, c->host_ran, ran_of(c, 0), m->hparams.layers * sizeof *c->host_ran,
+                 c->stream));
+    rc = wanted ? all_logits(c, p, err) : release_rest(c, p, err);
+    if (!rc && !wanted && !(rc = inf_cuda_finish(c, p, p->stream, err)))
+        rc = check_ran(c, p, err);
     if (!rc)
         TRY(inf_cuda_trace_end(c, p));
     if (!rc)

@@ -150,9 +150,10 @@ static uint64_t most(uint64_t a, uint64_t b)
 }
 
 /* Of struct inf_cuda_map, each span as long as the context. */
-static uint64_t map_bytes(uint32_t ctx)
+static uint64_t map_bytes(const struct inf_cuda *c, uint32_t ctx)
 {
-    return sizeof(struct inf_cuda_map) + (uint64_t)INF_SPANS_MAX * inf_kv_blocks(ctx) * 4;
+    return sizeof(struct inf_cuda_map) +
+           (c->model->hparams.layers + (uint64_t)INF_SPANS_MAX * inf_kv_blocks(ctx)) * 4;
 }
 
 /* Everything that a chunk of t tokens needs; base 0 gives the bytes alone. */
@@ -201,7 +202,7 @@ static uint64_t place(const struct inf_cuda *c, uint64_t t, uint32_t ctx, krn_cu
         {&a.predicted_hist, hist},
         {&a.plan, krn_cu_plan_bytes((uint32_t)t, s->top_k, s->experts)},
         {&a.dense, dense},
-        {&a.map, map_bytes(ctx)},
+        {&a.map, map_bytes(c, ctx)},
         {&a.decode, krn_cu_decode_scratch_bytes(ctx, INF_SPANS_MAX, s->heads, s->head_dim)},
         {&a.logits, INF_CUDA_LOGIT_ROWS * (uint64_t)c->model->hparams.vocab * 4},
     };
@@ -246,17 +247,20 @@ static int make_host(struct inf_cuda *c, uint32_t ctx)
     const struct inf_model *m = c->model;
     uint64_t ids = ((uint64_t)c->chunk * 4 + 255) & ~UINT64_C(255);
     uint64_t counts = (m->shape.experts * UINT64_C(4) + 255) & ~UINT64_C(255);
+    uint64_t ran = (m->hparams.layers * UINT64_C(4) + 255) & ~UINT64_C(255);
     uint64_t logits = (INF_CUDA_LOGIT_ROWS * (uint64_t)m->hparams.vocab * 4 + 255) & ~UINT64_C(255);
     void *memory;
-    int rc = KRN_CUDA(host_alloc, &memory, ids + counts + logits + map_bytes(ctx),
+    int rc = KRN_CUDA(host_alloc, &memory, ids + counts + ran + logits + map_bytes(c, ctx),
                       KRN_CUDA_HOST_PORTABLE | KRN_CUDA_HOST_DEVICEMAP);
     if (rc)
         return rc;
     c->host = memory;
     c->host_ids = memory;
     c->host_counts = (uint32_t *)(void *)(c->host + ids);
-    c->host_logits = (float *)(void *)(c->host + ids + counts);
-    c->host_map = (struct inf_cuda_map *)(void *)(c->host + ids + counts + logits);
+    c->host_ran = (uint32_t *)(void *)(c->host + ids + counts);
+    c->host_logits = (float *)(void *)(c->host + ids + counts + ran);
+    c->host_map = (struct inf_cuda_map *)(void *)(c->host + ids + counts + ran + logits);
+    memset(c->host_map, 0, map_bytes(c, ctx));
     return KRN_CUDA(host_pointer, &c->host_device, memory, 0);
 }
 

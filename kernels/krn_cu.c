@@ -613,6 +613,7 @@ int krn_cu_experts(struct krn_cu *cu, void *stream, const struct krn_cu_expert_r
                                     .head = run->plan,
                                     .jobs = run->plan + PLAN_HEAD,
                                     .tiles = run->plan + PLAN_HEAD + plan_jobs_bytes(s->experts),
+                                    .ran = run->ran,
                                     .experts = s->experts,
                                     .group = run->group,
                                     .group_end = run->group_end,

@@ -169,6 +169,7 @@ struct krn_cu_token_route {
     krn_cuda_ptr resident;                        /* uint64 [experts]; 0: none */
     const struct krn_cu_publication *publication; /* NULL: nobody waits */
     krn_cuda_ptr predicted_ids;                   /* [top_k], of the next layer, published with it; 0: none */
+    krn_cuda_ptr ran; /* uint32: the number of choices that are residents is added; 0: none */
     uint32_t tokens, hidden, experts, top_k;
     float eps;
     bool renorm;
@@ -210,7 +211,9 @@ struct krn_cu_expert_run {
     uint32_t tokens;
     krn_cuda_ptr x_f16;             /* [tokens][hidden] */
     krn_cuda_ptr plan, hidden_rows; /* scratch */
-    krn_cuda_ptr out;               /* float [tokens * top_k][hidden]: rows of the experts that ran */
+    krn_cuda_ptr ran; /* uint32: the number of choices whose expert is run is added (decode: of those in the
+                         table; krn_cu_token_router has the others); 0: none */
+    krn_cuda_ptr out; /* float [tokens * top_k][hidden]: rows of the experts that ran */
 
     /* The family of generated tokens: by ids, without groups; plan begins with uint64 [tokens * top_k], where
      * the experts' bytes are. top_k <= 64. */

@@ -144,12 +144,14 @@ struct krn_cu_expert_gemv_args {
 struct krn_cu_token_router_args {
     struct krn_cu_x x;
     uint64_t w, scores, ids, weights, blobs, resident, predicted_ids, counter;
+    uint64_t ran; /* uint32, choices of residents are added; 0: none */
     uint32_t experts, top_k, renorm, reserved;
     struct krn_cu_publication publication;
 };
 
 struct krn_cu_locate_args {
     uint64_t ids, resident, table, ring, slot_bytes, blobs;
+    uint64_t ran; /* uint32, choices found in the table are added; 0: none */
     uint32_t slots, group, group_end, ring_slots;
     uint32_t all, reserved; /* with a table: the residents too */
 };
@@ -198,6 +200,7 @@ struct krn_cu_plan_args {
     uint64_t resident; /* blob addresses [experts], 0 where streamed; may be 0 with a table */
     uint64_t ring, slot_bytes, counts, offsets;
     uint64_t head, jobs, tiles; /* out */
+    uint64_t ran;               /* uint32, choices whose expert is run are added; 0: none */
     uint32_t experts, group, group_end, tile_tokens, ring_slots, reserved;
 };
 

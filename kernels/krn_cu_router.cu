@@ -331,6 +331,8 @@ KERNEL(__launch_bounds__(FINISH_THREADS), plan, krn_cu_plan_args)
     }
     if (!blob)
         count = 0;
+    if (count && a.ran)
+        atomicAdd(at<uint32_t>(a.ran), count);
     uint32_t job = block_scan(count ? 1 : 0, scratch, &jobs);
     uint32_t n_tiles = div_up(count, a.tile_tokens), tile = block_scan(n_tiles, scratch, &tiles);
     if (count)

@@ -256,6 +256,7 @@ int krn_cu_token_router(struct krn_cu *cu, void *stream, const struct krn_cu_tok
                                          .resident = r->resident,
                                          .predicted_ids = r->predicted_ids,
                                          .counter = t->counters + KRN_CU_COUNTERS * 4,
+                                         .ran = r->ran,
                                          .experts = r->experts,
                                          .top_k = r->top_k,
                                          .renorm = r->renorm};
@@ -284,6 +285,7 @@ int krn_cu_token_experts(struct krn_cu_token *t, void *stream, const struct krn_
                                        .ring = run->ring,
                                        .slot_bytes = run->slot_bytes,
                                        .blobs = run->plan,
+                                       .ran = run->ran,
                                        .slots = slots,
                                        .group = run->group,
                                        .group_end = run->group_end,

@@ -132,7 +132,10 @@ KERNEL(__launch_bounds__(GEMV_THREADS), token_router, krn_cu_token_router_args)
         publish(a, s);
     if (tid < a.top_k) {
         at<uint32_t>(a.ids)[token * a.top_k + tid] = s.id[tid];
-        at<uint64_t>(a.blobs)[token * a.top_k + tid] = a.resident ? at<uint64_t>(a.resident)[s.id[tid]] : 0;
+        const uint64_t blob = a.resident ? at<uint64_t>(a.resident)[s.id[tid]] : 0;
+        at<uint64_t>(a.blobs)[token * a.top_k + tid] = blob;
+        if (blob && a.ran)
+            atomicAdd(at<uint32_t>(a.ran), 1u);
     }
     const float top = s.score[s.id[0]];
     float total = 0.0f;
@@ -167,8 +170,11 @@ KERNEL(, token_locate, krn_cu_locate_args)
         if (a.table && !resident) {
             const uint32_t entry = at<volatile uint32_t>(a.table)[e]; /* shm_entry_make */
             const uint32_t group = entry >> 20 & 0x3ff, slot = entry & 0xfffff;
-            if (entry >> 30 == 2 && group >= a.group && group < a.group_end && slot < a.ring_slots)
+            if (entry >> 30 == 2 && group >= a.group && group < a.group_end && slot < a.ring_slots) {
                 blob = a.ring + slot * a.slot_bytes;
+                if (a.ran)
+                    atomicAdd(at<uint32_t>(a.ran), 1u);
+            }
         }
         at<uint64_t>(a.blobs)[i] = blob;
     }

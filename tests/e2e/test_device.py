@@ -197,6 +197,16 @@ def test_the_gpu_fails_in_a_read(fake, monkeypatch, call, word):
     assert fake.run("--device", "cuda", "--prompt", "x", "-n", 1, "--stream", "full", "--floor", 1)["stop"] == "length"
 
 
+@pytest.mark.parametrize("kernel", ["plan", "token_router"])
+def test_a_chosen_expert_that_did_not_run(fake, monkeypatch, kernel):
+    """Of a prompt, of a generated token: never an answer that was computed without it."""
+    monkeypatch.setenv("FAKECUDA_LEFT_OUT", kernel)
+    r = fake.inferd("run", "--device", "cuda", "--prompt", "A fox and a hen", "-n", 2, "--ignore-eos", "--stream", "full", "--floor", 1,
+                    check=False)
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
+    assert "layer 0" in r.stderr and "choices of experts were run" in r.stderr
+
+
 def test_stuck_waits_end(fake):
     routed = ["run", *fake.where(), "--device", "cuda", "--prompt", "A fox", "-n", 4, "--floor", 1]
 

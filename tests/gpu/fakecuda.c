@@ -15,8 +15,14 @@
  *   FAKECUDA_DELAY_US=n         each copy takes so long
  *   FAKECUDA_DEVICES=n          devices shown (default 1)
  *   FAKECUDA_FREE_MIB=n         memory said to be free (default 8192)
+ *   FAKECUDA_LEFT_OUT=kernel    plan (prompts) or token_router (generated tokens) leaves one chosen expert
+ * out
+ *
+ * No kernel runs. One effect of theirs is made up, since a pass fails without it: that each chosen expert was
+ * run, as they count it.
  */
 #include "fakecuda.h"
+#include "kernels/krn_cu_args.h"
 #include "tests/gpu/emu_map.h"
 
 #include <fcntl.h>
@@ -149,6 +155,34 @@ int fake_set_current(void *context)
     return 0;
 }
 
+/* Kernels that are told apart (without emu_library.c): what they are as handles. */
+enum counting { SELECT_128, SELECT_1024, TOKEN_ROUTER, PLAN, COUNTING };
+static char counting[COUNTING];
+static const char *const counting_names[COUNTING] = {"krn_dev_select_128", "krn_dev_select_1024",
+                                                     "krn_dev_token_router", "krn_dev_plan"};
+
+/* The choices of a layer, all counted at the first chance. */
+static int count_ran(void *function, unsigned grid_y, void *stream, void **arguments)
+{
+    static _Thread_local uint32_t choices; /* of the prompt's tokens, until they are planned */
+    struct krn_cu_select_args select;
+    struct krn_cu_token_router_args router;
+    struct krn_cu_plan_args plan = {0};
+    if (function == &counting[SELECT_128] || function == &counting[SELECT_1024]) {
+        memcpy(&select, arguments[0], sizeof(select));
+        choices = select.tokens * select.top_k;
+    } else if (function == &counting[TOKEN_ROUTER]) {
+        memcpy(&router, arguments[0], sizeof(router));
+        choices = grid_y * router.top_k;
+        plan.ran = router.ran;
+    } else if (function == &counting[PLAN]) {
+        memcpy(&plan, arguments[0], sizeof(plan));
+    }
+    const char *name = getenv("FAKECUDA_LEFT_OUT");
+    const bool left_out = name && strcmp(name, function == &counting[PLAN] ? "plan" : "token_router") == 0;
+    return plan.ran ? fake_stream_store(stream, plan.ran, choices - left_out) : 0;
+}
+
 int fake_module_load(void **ret_module, const void *image)
 {
     static char module;
@@ -167,6 +201,9 @@ int fake_module_function(void **ret_function, void *module, const char *name)
 {
     fake_note("cuModuleGetFunction", 0, "%s", name);
     *ret_function = fake_kernel_find ? fake_kernel_find(name) : module;
+    for (int i = 0; !fake_kernel_find && i < COUNTING; i++)
+        if (strcmp(name, counting_names[i]) == 0)
+            *ret_function = &counting[i];
     if (!*ret_function)
         return KRN_CUDA_NOT_FOUND;
     return strncmp(name, "krn_", 4) ? KRN_CUDA_NOT_FOUND : 0;
@@ -182,9 +219,11 @@ int fake_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned 
     (void)extra, (void)shared;
     fake_note("cuLaunchKernel", fake_stream_number(stream), "%u %u %u x %u %u %u", gx, gy, gz, bx, by, bz);
     int rc = fake_fails("cuLaunchKernel");
-    return rc || !fake_kernel_run
-               ? rc
-               : fake_stream_launch(stream, function, (const unsigned[3]){gx, gy, gz}, bx, arguments);
+    if (rc)
+        return rc;
+    return fake_kernel_run
+               ? fake_stream_launch(stream, function, (const unsigned[3]){gx, gy, gz}, bx, arguments)
+               : count_ran(function, gy, stream, arguments);
 }
 int fake_tensor_map(void *ret_map, int type, uint32_t rank, void *data, const uint64_t *extents,
                     const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,

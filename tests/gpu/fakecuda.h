@@ -45,4 +45,7 @@ __attribute__((weak)) void fake_kernel_run(void *function, const unsigned grid[3
 int fake_stream_launch(void *stream, void *function, const unsigned grid[3], unsigned threads,
                        void **arguments);
 
+/* A word written in the stream's order, as a kernel would; not in the log. */
+int fake_stream_store(void *stream, uint64_t address, uint32_t value);
+
 #endif

@@ -208,6 +208,11 @@ static int memop(void *stream, enum op_kind kind, uint64_t address, uint64_t val
     return enqueue(stream, (struct op){.kind = kind, .target = address, .value = value});
 }
 
+int fake_stream_store(void *stream, uint64_t address, uint32_t value)
+{
+    return memop(stream, OP_WRITE_32, address, value);
+}
+
 int fake_write_32(void *stream, krn_cuda_ptr address, uint32_t value, unsigned flags)
 {
     fake_note("cuStreamWriteValue32", fake_stream_number(stream), "%u %u", value, flags);

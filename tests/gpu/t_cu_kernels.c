@@ -656,7 +656,8 @@ static void run_experts(const struct expert_case *c)
         E,
         K,
     };
-    krn_cuda_ptr out = cu_alloc(n_slots * H * 4);
+    static const uint32_t none[1];
+    krn_cuda_ptr out = cu_alloc(n_slots * H * 4), ran = cu_copy(none, sizeof none);
     struct krn_cu_expert_run run = {.shape = &shape,
                                     .groups = &groups,
                                     .resident = cu_copy(resident, E * 8),
@@ -669,6 +670,7 @@ static void run_experts(const struct expert_case *c)
                                     .x_f16 = dx,
                                     .plan = cu_alloc(krn_cu_plan_bytes(T, K, E)),
                                     .hidden_rows = cu_alloc(n_slots * W * 2),
+                                    .ran = ran,
                                     .out = out};
     NEED(krn_cu_experts(cu, stream, &run));
     run.table = table;
@@ -678,7 +680,13 @@ static void run_experts(const struct expert_case *c)
         NEED(krn_cu_experts(cu, stream, &run));
     }
     float *got = cu_get(out, n_slots * H * 4);
-    uint32_t n_jobs = 0;
+    run.ran = 0;
+    uint32_t *count_ran = cu_get(ran, 4), due = 0, n_jobs = 0;
+    for (uint32_t e = 0; e < E; e++) /* of generated tokens the router counts the residents */
+        due += e != missing && (!c->decode || !resident[e]) ? offsets[e + 1] - offsets[e] : 0;
+    if (*count_ran != due)
+        FAIL("experts %s: %u choices counted, %u run", c->gate->name, *count_ran, due);
+    free(count_ran);
     for (uint32_t e = 0; e < E; e++) {
         const uint8_t *b = blobs + e * slot_bytes;
         uint32_t count = offsets[e + 1] - offsets[e];
