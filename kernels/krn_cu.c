@@ -264,10 +264,17 @@ static bool in_large_chunks(uint32_t type)
     return type == KRN_Q4_K || type == KRN_Q5_K || type == KRN_Q6_K || type == KRN_Q4_0;
 }
 
-/* Three chunks where a chunk is one step, else two (krn_cu_experts_sm90.cu). */
-static uint32_t wgmma_shared(uint32_t tile_tokens, uint32_t type, uint32_t stride)
+/* As raw_stride, for krn_cu_experts_sm90.cu: its room is short with Q6_K. */
+static uint32_t stride_sm90(uint32_t type)
 {
-    return 1024 + KRN_CU_X_STAGES * tile_tokens * 128 + (in_large_chunks(type) ? 2 : 3) * 128 * stride;
+    return type == KRN_Q6_K ? 224 : raw_stride(type);
+}
+
+/* Header, tokens, chunks (three where a chunk is one step, else two), results on their way out. */
+static uint32_t wgmma_shared(uint32_t tile_tokens, uint32_t type)
+{
+    return 1024 + KRN_CU_X_STAGES * tile_tokens * 128 +
+           (in_large_chunks(type) ? 2 : 3) * 128 * stride_sm90(type) + 2 * 16 * 272;
 }
 
 static uint32_t larger(uint32_t a, uint32_t b)
@@ -279,12 +286,12 @@ static uint32_t larger(uint32_t a, uint32_t b)
 static int dense_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
                       uint32_t tokens, bool add, krn_cuda_ptr y)
 {
-    const uint32_t stride = raw_stride(m->type), n_tiles = div_up(m->rows, KRN_CU_TILE_N),
+    const uint32_t stride = stride_sm90(m->type), n_tiles = div_up(m->rows, KRN_CU_TILE_N),
                    processors = (uint32_t)cu->device->multiprocessors;
     const bool many = tokens > WGMMA_FEW, q4_k = m->type == KRN_Q4_K;
     uint32_t tile = many ? WGMMA_MANY : WGMMA_FEW;
     while (tile > WGMMA_FEW && (div_up(tokens, tile) * n_tiles < processors * 3 / 4 ||
-                                wgmma_shared(tile, m->type, stride) > (uint32_t)cu->device->shared_max))
+                                wgmma_shared(tile, m->type) > (uint32_t)cu->device->shared_max))
         tile /= 2;
     const uint32_t tiles = div_up(tokens, tile) * n_tiles, blocks = processors * (many ? 1 : 2);
     struct krn_cu_expert_args a = {.a = *m,
@@ -295,13 +302,12 @@ static int dense_sm90(struct krn_cu *cu, void *stream, const struct krn_cu_matri
                                    .tile_tokens = tile,
                                    .tokens = tokens,
                                    .add = add};
-    return launch(
-        cu,
-        many   ? q4_k ? K_wg_dense_q4_k : K_wg_dense
-        : q4_k ? K_wg_dense_q4_k_few
-               : K_wg_dense_few,
-        (struct grid){tiles < blocks ? tiles : blocks, 1, 1, 384, wgmma_shared(tile, m->type, stride)},
-        stream, &a);
+    return launch(cu,
+                  many   ? q4_k ? K_wg_dense_q4_k : K_wg_dense
+                  : q4_k ? K_wg_dense_q4_k_few
+                         : K_wg_dense_few,
+                  (struct grid){tiles < blocks ? tiles : blocks, 1, 1, 384, wgmma_shared(tile, m->type)},
+                  stream, &a);
 }
 
 int krn_cu_dense(struct krn_cu *cu, void *stream, const struct krn_cu_matrix *m, krn_cuda_ptr x,
@@ -548,13 +554,12 @@ static bool plan_wgmma(const struct krn_cu *cu, const struct krn_cu_expert_shape
 {
     const bool up_q4_k = s->gate.type == KRN_Q4_K && s->up.type == KRN_Q4_K,
                down_q4_k = s->down.type == KRN_Q4_K;
-    p->stride[0] = larger(raw_stride(s->gate.type), raw_stride(s->up.type));
-    p->stride[1] = raw_stride(s->down.type);
+    p->stride[0] = stride_sm90(s->gate.type);
+    p->stride[1] = stride_sm90(s->down.type);
     p->tile = many ? WGMMA_MANY : WGMMA_FEW;
     do {
-        p->shared[0] = larger(wgmma_shared(p->tile, s->gate.type, p->stride[0]),
-                              wgmma_shared(p->tile, s->up.type, p->stride[0]));
-        p->shared[1] = wgmma_shared(p->tile, s->down.type, p->stride[1]);
+        p->shared[0] = larger(wgmma_shared(p->tile, s->gate.type), wgmma_shared(p->tile, s->up.type));
+        p->shared[1] = wgmma_shared(p->tile, s->down.type);
     } while (larger(p->shared[0], p->shared[1]) > (uint32_t)cu->device->shared_max &&
              (p->tile /= 2) >= WGMMA_FEW);
     p->threads = 384;

@@ -52,6 +52,7 @@ struct cursor {
 template <int MODE, uint32_t TYPE, int TOKENS> struct wg_experts {
     static constexpr bool PAIRED = MODE == GATE_UP;
     static constexpr uint32_t OUT = PAIRED ? 64 : 128, UNROLL = TYPE == KRN_Q4_K ? 4 : 2;
+    static constexpr uint32_t STAGED_PITCH = PAIRED ? 80 : 272; /* bytes of a token on its way out */
     static constexpr int PIECES = TOKENS / (int)(PRODUCERS / 8); /* of a step's tokens, a producer */
 
     const krn_cu_expert_args &a;
@@ -265,54 +266,74 @@ template <int MODE, uint32_t TYPE, int TOKENS> struct wg_experts {
             expand<(J + 1) % (int)UNROLL>(c, (s + 1) * KRN_CU_TILE_K, g);
     }
 
-    /* ANY_ROWS: the matrix may have an odd number; left: rows from this one on. */
-    template <bool ANY_ROWS> __device__ __forceinline__ void put_two(float *y, float lo, float hi, uint32_t left) const
+    /* Four results of a token, rows col .. col + 3. */
+    __device__ __forceinline__ void put_four(uint32_t y_row, uint32_t col, float4 v) const
     {
-        if (!ANY_ROWS || a.a.rows % 2 == 0) {
-            if (ANY_ROWS && a.add) {
-                const float2 o = *(const float2 *)y;
-                lo = o.x + lo;
-                hi = o.y + hi;
+        float *y = at<float>(a.y) + (uint64_t)y_row * a.a.rows + col;
+        if (MODE == DOWN || a.a.rows % 4 == 0) {
+            if (MODE == DENSE && a.add) {
+                const float4 o = *(const float4 *)y;
+                v = make_float4(o.x + v.x, o.y + v.y, o.z + v.z, o.w + v.w);
             }
-            *(float2 *)y = make_float2(lo, hi);
+            *(float4 *)y = v;
             return;
         }
-        y[0] = a.add ? y[0] + lo : lo;
-        if (left > 1)
-            y[1] = a.add ? y[1] + hi : hi;
+        const float f[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            if (col + i < a.a.rows)
+                y[i] = a.add ? y[i] + f[i] : f[i];
     }
 
+    /* By way of shared memory, 16 tokens at a time, so that a token's rows are stored side by side. A warpgroup on
+     * its own: the other one multiplies. */
     __device__ __forceinline__ void store(const consumer &k, float (&sum)[TOKENS / 2]) const
     {
-        const uint32_t odd = k.lane >> 2 & 1, n = k.n0 + k.row - odd;
+        constexpr uint32_t ROWS = OUT / 2; /* of the warpgroup */
+        const uint32_t group = threadIdx.x / 128, tid = threadIdx.x % 128, odd = k.lane >> 2 & 1;
+        const uint32_t n = k.n0 + group * ROWS, row = k.row - group * ROWS;
+        uint8_t *const staged = raw + raw_ring * 128 * stride + group * 16 * STAGED_PITCH;
+        uint32_t y_row[PAIRED ? 1 : TOKENS / 8]; /* of token 8 i + tid / 16 */
+        if constexpr (!PAIRED) {
 #pragma unroll
-        for (int i = 0; i < TOKENS / 8; i++) {
-            if ((uint32_t)i * 8 >= k.rows)
+            for (int i = 0; i < TOKENS / 8; i++) {
+                const uint32_t token = 8 * i + tid / 16, position = k.position + (token < k.rows ? token : k.rows - 1);
+                y_row[i] = MODE == DOWN ? at<uint32_t>(a.slots)[position] : position;
+            }
+        }
+#pragma unroll
+        for (int first = 0; first < TOKENS / 8; first += 2) {
+            if ((uint32_t)first * 8 >= k.rows)
                 break;
-            const uint32_t token = 8 * i + 2 * k.t + odd; /* this lane's, after the exchange with its neighbour */
-            const float *c = &sum[4 * i];
-            float v[2][2];
+            meet(1 + group, 128); /* what was there is stored */
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float *c = &sum[4 * (first + i)];
+                if constexpr (PAIRED) { /* two rows of one token in a lane, by an exchange with its neighbour */
+                    const float v0 = hidden_value(c[0], c[2]), v1 = hidden_value(c[1], c[3]);
+                    const float got = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
+                    *(uint32_t *)(staged + (8 * i + 2 * k.t + odd) * STAGED_PITCH + (row - odd) * 2) =
+                        odd ? pack_f16(got, v1) : pack_f16(v0, got);
+                } else {
+                    float *f = (float *)(staged + (8 * i + 2 * k.t) * STAGED_PITCH) + row;
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        f[(j & 1) * (STAGED_PITCH / 4) + (j >> 1) * 8] = MODE == DOWN ? c[j] * KRN_CU_HIDDEN_SCALE : c[j];
+                }
+            }
+            meet(1 + group, 128);
             if constexpr (PAIRED) {
-                v[0][0] = hidden_value(c[0], c[2]);
-                v[0][1] = hidden_value(c[1], c[3]);
+                const uint32_t token = 8 * first + tid / 4, col = n + tid % 4 * 8;
+                if (tid < 64 && token < k.rows && col < a.a.rows)
+                    *(uint4 *)(at<uint8_t>(a.y) + ((uint64_t)(k.position + token) * a.a.rows + col) * 2) =
+                        *(const uint4 *)(staged + tid / 4 * STAGED_PITCH + tid % 4 * 16);
             } else {
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    v[j / 2][j % 2] = MODE == DOWN ? c[j] * KRN_CU_HIDDEN_SCALE : c[j];
-            }
-#pragma unroll
-            for (int h = 0; h < (PAIRED ? 1 : 2); h++) { /* two rows of one token in a lane */
-                const float got = __shfl_xor_sync(0xffffffffu, odd ? v[h][0] : v[h][1], 4);
-                const float lo = odd ? got : v[h][0], hi = odd ? v[h][1] : got;
-                if (token >= k.rows || n + 8 * h >= a.a.rows)
-                    continue;
-                const uint32_t position = k.position + token;
-                if constexpr (PAIRED) {
-                    at<uint32_t>(a.y)[((uint64_t)position * a.a.rows + n) / 2] = pack_f16(lo, hi);
-                } else {
-                    const uint32_t y_row = MODE == DOWN ? at<uint32_t>(a.slots)[position] : position;
-                    put_two<MODE == DENSE>(at<float>(a.y) + (uint64_t)y_row * a.a.rows + n + 8 * h, lo, hi,
-                                           a.a.rows - n - 8 * h);
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t token = 8 * (first + i) + tid / 16, col = n + tid % 16 * 4;
+                    if (token < k.rows && col < a.a.rows)
+                        put_four(y_row[first + i], col,
+                                 *(const float4 *)(staged + (8 * i + tid / 16) * STAGED_PITCH + tid % 16 * 16));
                 }
             }
         }

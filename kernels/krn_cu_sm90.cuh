@@ -182,6 +182,12 @@ DEV float load_fresh(const float *p)
     return x;
 }
 
+/* `threads` of the block meet at its barrier of this number (0 is __syncthreads's). */
+DEV void meet(uint32_t id, uint32_t threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 template <int N> DEV void registers_take()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

@@ -59,6 +59,7 @@ void emu_product_issue(const emu_product &p);
 void emu_product_commit();
 void emu_product_wait(unsigned left);
 void emu_yield(); /* emu_run.cpp */
+void emu_meet(uint32_t id, uint32_t threads);
 /* Its part of a barrier's arrival (bytes: of the copy engine, they came). */
 void emu_barrier_count(uint32_t barrier, unsigned arrivals, int32_t bytes);
 

@@ -105,6 +105,22 @@ void emu_yield()
     yield();
 }
 
+void emu_meet(unsigned id, unsigned threads)
+{
+    static struct {
+        unsigned arrived;
+        uint64_t turn;
+    } meetings[16];
+    auto &m = meetings[id];
+    const uint64_t turn = m.turn;
+    if (++m.arrived == threads) {
+        m.arrived = 0;
+        m.turn++;
+    }
+    while (m.turn == turn)
+        yield();
+}
+
 emu_lanes *emu_exchange(const void *mine, size_t bytes, void (*work)(emu_lanes &))
 {
     warp &w = warps[current->x / 32];

@@ -122,6 +122,10 @@ static inline float load_fresh(const float *p)
     return *p;
 }
 
+static inline void meet(uint32_t id, uint32_t threads)
+{
+    emu_meet(id, threads);
+}
 template <int N> static inline void registers_take() {}
 template <int N> static inline void registers_give() {}
 
