@@ -113,7 +113,7 @@ static int word_of(const char *key)
 static int read_entry(struct header *h, uint64_t word[WORDS])
 {
     char key[KEY_BYTES + 1] = "";
-    uint64_t n, type, value;
+    uint64_t n, type, value = 0;
     int rc = take_number(h, 8, &n);
     if (!rc)
         rc = n <= KEY_BYTES ? take(h, key, n) : skip(h, n);
