@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 
@@ -99,6 +100,7 @@ def test_export_keeps_the_rules_of_the_format(world, chat):
     spans = collections.Counter(e["name"] for e in events if e["ph"] == "X")
     assert spans["stream"] == spans["pass"] == len(chunks["chunks"])
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"expertd", "inferd"}
+    assert not any("unfinished" in e["args"] for e in events if e["ph"] == "X")  # nothing runs
     # the rings themselves say the same (the worker is idle)
     assert len(json.loads(world.ctl("trace", "export").stdout)["traceEvents"]) == len(events)
     # and the checker notices what is wrong
@@ -167,12 +169,56 @@ def test_what_a_dead_expertd_left(world, chat):
     assert r.returncode == 2 and "no expertd runs here" in r.stderr, r.stderr
 
 
+def text(data):
+    return data.split(b"\0")[0].decode()
+
+
+def test_an_outside_reader_needs_only_the_segment(world, chat):
+    """Read here by the structs of shm/shm_event.h alone: kinds, fields and words come from the segment."""
+    data = where(world, "events").read_bytes()
+    assert data[:8] == b"EXDEVT01" and text(data[64:80]) == "expertd"
+    infos, info_bytes, values, value_bytes, rings, ring_bytes, event_bytes = struct.unpack_from("=7I", data, 88)
+    infos_at, values_at, rings_at = struct.unpack_from("=3Q", data, 120)
+    kinds, words = {}, {}
+    for at in range(infos_at, infos_at + infos * info_bytes, info_bytes):
+        kind, _, n = data[at + 40:at + 43]
+        kinds[kind] = text(data[at:at + 24]), [
+            (text(data[f:f + 16]), *data[f + 16:f + 20]) for f in range(at + 48, at + 48 + 24 * n, 24)]
+    for at in range(values_at, values_at + values * value_bytes, value_bytes):
+        words[struct.unpack_from("=2I", data, at)] = text(data[at + 8:at + 32])
+    found = collections.Counter()
+    for at in range(rings_at, rings_at + rings * ring_bytes, ring_bytes):
+        following, = struct.unpack_from("=Q", data, at)
+        offset, capacity, first = struct.unpack_from("=3Q", data, at + 64)
+        thread = text(data[at + 104:at + 120])
+        for number in range(max(first, following - capacity, 0), following):
+            e = offset + number % capacity * event_bytes
+            word, at_ns = struct.unpack_from("=2Q", data, e)
+            assert word >> 8 == number + 1 and at_ns
+            name, fields = kinds[word & 0xff]
+            fields = {f: int.from_bytes(data[e + 16 + o:e + 16 + o + n], "little") for f, o, n, _, _ in fields} | {
+                f: words[s, int.from_bytes(data[e + 16 + o:e + 16 + o + n], "little")] for f, o, n, k, s in fields if k == 3}
+            found[thread, name, json.dumps(fields, sort_keys=True)] += 1
+    trace = show(world)
+    told = collections.Counter((trace["tracks"][e["track"]]["thread"], e["event"], json.dumps(e["fields"], sort_keys=True))
+                               for e in trace["events"])
+    assert found == collections.Counter({k: n for k, n in told.items() if k[0] != "worker"}) and found
+    # and expertctl knows no more than that: what the segment calls otherwise is shown as it calls it
+    other = world.path / "other"
+    other.write_bytes(data.replace(b"issue\0", b"hand!\0").replace(b"expert\0\0", b"number\0\0"))
+    assert len([e for e in show(world, other)["events"] if e["event"] == "hand!" and "number" in e["fields"]]) == \
+        len(of(trace, "issue"))
+    other.write_bytes(b"EXDEVT99" + data[8:])
+    r = world.ctl("trace", "show", other, check=False)
+    assert r.returncode == 3 and "EXDEVT99" in r.stderr and "EXDEVT01" in r.stderr
+
+
 def test_a_ring_that_went_around_says_so(world):
     world.daemon = world.expertd()
     c = Chat(world, "--floor", "8", "-n", "1", "--chunk", "8", "--temperature", "0")
     def older():
         c.ask(TEXT)
-        return [t for t in show(world)["tracks"] if t["thread"] == "issuer" and t["older"]]
+        return [t for t in show(world, "-n", "1")["tracks"] if t["thread"] == "issuer" and t["older"]]
     track = world.until(older, what="the issuer's ring went around")[0]
     assert track["events"] <= 16384 and track["lost"] == 0
     text = world.ctl("trace", "show", "-n", "1").stdout
@@ -227,6 +273,18 @@ def test_damaged_files_are_refused_or_shown(world, chat):
             json.loads(r.stdout)
         seen[r.returncode] += 1
     assert seen[0] and seen[2], seen
+    # each word of the first chunk of each kind
+    at, heads = 32, {}
+    while at < len(whole):
+        kind, n = struct.unpack_from("=2I", whole, at)
+        heads.setdefault(kind, (at, {1: 48, 2: 96, 3: 24}[kind]))
+        at += 8 + n
+    assert set(heads) == {1, 2, 3}
+    for at, n in heads.values():
+        for word in range(at, at + 8 + n, 4):
+            bad.write_bytes(whole[:word] + b"\xfe\xff\xff\x7f" + whole[word + 4:])
+            r = subprocess.run([EXPERTCTL, "trace", "export", bad], capture_output=True, timeout=60 * SLOW)
+            assert r.returncode in (0, 2) and (r.returncode or json.loads(r.stdout)), (word - at, r.stderr)
     for content in (b"", b"EXDREC01", b"x" * 100, whole[:32] + b"\xff" * 64):
         bad.write_bytes(content)
         assert world.ctl("trace", "show", bad, check=False).returncode in (2, 3)

@@ -7,11 +7,12 @@
 #include "shm/shm_event.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define EVENTS 4000000u
+#define EVENTS 1000000u
 
 static const uint32_t capacity = 256;
 static void *base;
@@ -68,8 +69,11 @@ int main(void)
     for (uintptr_t i = 0; i < 2; i++)
         if (pthread_create(&reader[i], NULL, read_all, (void *)i))
             return 1;
-    for (uint64_t n = 0; n < EVENTS; n++)
+    for (uint64_t n = 0; n < EVENTS; n++) {
         shm_event_put(&w, n & 0x7f, n * 3, ~n, n);
+        if (n % 100 == 0)
+            sched_yield(); /* so that the readers come to something */
+    }
     atomic_store(&over, true);
     int status = 0;
     for (int i = 0; i < 2; i++) {

@@ -80,6 +80,10 @@ Test(event, what_was_written_over_is_counted)
     cr_assert_eq(shm_event_read(&v, 0, &o, &next, got, 32, &lost), 3);
     cr_expect(got[1].number == 21 && got[2].number == 23);
     cr_expect_eq(lost, 13);
+    /* no honest writer goes back: nothing is read, and nothing is called lost */
+    atomic_store(&w.ring->next, 5);
+    cr_expect_eq(shm_event_read(&v, 0, &o, &next, got, 32, &lost), 0);
+    cr_expect_eq(lost, 13);
     free(base);
 }
 
