@@ -75,34 +75,6 @@ void inf_mark_clear(struct inf_mark *mark)
     *mark = (struct inf_mark){0};
 }
 
-/* Which part of a batch a piece is: tokens begin .. end - 1 of `all`. */
-struct part {
-    uint32_t begin, end, all;
-};
-
-/* Adds the part's share of the chunk's routing to the recent counts. Whose token chose an expert is not
- * known: counts are dealt out by tokens, their remainders to another part at each expert. */
-static void remember(struct inf_conversation *c, const uint32_t *counts, struct part part)
-{
-    size_t pairs = (size_t)c->layers * c->experts;
-    if (part.end - part.begin == part.all) {
-        for (size_t i = 0; i < pairs; i++)
-            c->recent[i] += counts[i];
-    } else {
-        uint32_t turn = 0;
-        for (size_t i = 0; i < pairs; i++, turn = turn + 1 < part.all ? turn + 1 : 0)
-            if (counts[i])
-                c->recent[i] += (uint32_t)(((uint64_t)counts[i] * part.end + turn) / part.all -
-                                           ((uint64_t)counts[i] * part.begin + turn) / part.all);
-    }
-    c->recent_tokens += part.end - part.begin;
-    while (c->recent_tokens > INF_RECENT_TOKENS) {
-        for (size_t i = 0; i < pairs; i++)
-            c->recent[i] /= 2;
-        c->recent_tokens /= 2;
-    }
-}
-
 void inf_stream_sum_add(struct inf_stream_sum *sum, const struct inf_chunk *chunk)
 {
     const struct shm_report *r = &chunk->stream;
@@ -164,6 +136,31 @@ static void relay_layer(void *ctx, uint32_t layer)
     const struct batch *b = ctx;
     b->o->on_progress(b->o->ctx,
                       b->before + (double)b->tokens * (layer + 1) / b->engine->model->hparams.layers);
+}
+
+/* Adds the pass's routing to the recent counts of those who were in it. Whose token chose an expert is not
+ * known: counts are dealt out by tokens, their remainders to another token at each expert. */
+static void remember(const struct batch *b, const uint32_t *counts)
+{
+    const struct inf_conversation *first = b->piece[0].c;
+    const size_t pairs = (size_t)first->layers * first->experts;
+    uint32_t turn = 0;
+    for (size_t k = 0; k < pairs; k++, turn = turn + 1 < b->tokens ? turn + 1 : 0) {
+        uint64_t sum = turn;
+        for (uint32_t i = 0; counts[k] && i < b->pieces; i++) {
+            sum += (uint64_t)counts[k] * b->piece[i].n;
+            if (sum >= b->tokens) { /* rarely, where an expert has fewer tokens than there are pieces */
+                b->piece[i].c->recent[k] += (uint32_t)(sum / b->tokens);
+                sum %= b->tokens;
+            }
+        }
+    }
+    for (uint32_t i = 0; i < b->pieces; i++) {
+        struct inf_conversation *c = b->piece[i].c;
+        for (c->recent_tokens += b->piece[i].n; c->recent_tokens > INF_RECENT_TOKENS; c->recent_tokens /= 2)
+            for (size_t k = 0; k < pairs; k++)
+                c->recent[k] /= 2;
+    }
 }
 
 /* Blocks for what is read, and the spans; all or none. */
@@ -232,7 +229,6 @@ static int read_batch(struct inf_engine *e, struct batch *b, struct shm_error *e
     const struct inf_read_options *o = b->o;
     const struct inf_piece *piece = b->piece;
     uint32_t *counts = piece[0].c->counts, *ids = NULL;
-    const size_t pairs = (size_t)piece[0].c->layers * piece[0].c->experts;
     int rc = prepare(b, err);
     if (rc)
         return rc;
@@ -264,10 +260,8 @@ static int read_batch(struct inf_engine *e, struct batch *b, struct shm_error *e
     pass.on_layer = o->on_progress ? relay_layer : NULL;
 
     /* A generated token that needs nothing of expertd does not wait for it either. */
-    if (o->generated && e->store.all_resident && pass.demand) {
+    if (o->generated && e->store.all_resident && pass.demand)
         pass.stream = NULL;
-        memset(counts, 0, pairs * sizeof *counts);
-    }
 
     struct inf_chunk chunk = {
         .tokens = b->tokens,
@@ -279,12 +273,13 @@ static int read_batch(struct inf_engine *e, struct batch *b, struct shm_error *e
     chunk.ns = shm_now_ns() - start_ns;
     if (pass.stream)
         chunk.stream.wait_ns = inf_stream_wait_ns(pass.stream);
-    for (uint32_t i = 0, at = 0; i < b->pieces; at += piece[i++].n) {
+    for (uint32_t i = 0; i < b->pieces; i++) {
         struct inf_conversation *c = piece[i].c;
         memcpy(c->tokens + c->n, piece[i].ids, piece[i].n * sizeof *c->tokens);
         c->n += piece[i].n;
-        remember(c, counts, (struct part){at, at + piece[i].n, b->tokens});
     }
+    if (pass.stream) /* else nothing was counted */
+        remember(b, counts);
     free(ids);
     if (o->on_chunk)
         o->on_chunk(o->ctx, &chunk);

@@ -66,10 +66,4 @@ static inline uint32_t inf_kv_blocks(uint32_t tokens)
     return tokens / INF_KV_BLOCK + (tokens % INF_KV_BLOCK != 0);
 }
 
-/* Bytes of the blocks in the table. */
-static inline uint64_t inf_kv_bytes(const struct inf_kv *kv)
-{
-    return kv->blocks * kv->pool->device->kv_block_bytes;
-}
-
 #endif

@@ -118,7 +118,7 @@ int inf_serve_parse(int key, char *arg, struct argp_state *state, struct inf_ser
         s->exact_prefix = true;
         break;
     case KEY_PARALLEL:
-        s->parallel = number(state, "--parallel", arg, 1, 64);
+        s->parallel = number(state, "--parallel", arg, 1, INF_SPANS_MAX);
         break;
     case KEY_GAP:
         s->gap_ms = number(state, "--answer-gap-ms", arg, 0, 3600000);

@@ -144,17 +144,37 @@ static void count_exact(struct inf_prefix_found *f, const struct inf_node *n, ui
     f->tokens += used;
 }
 
-int inf_prefix_take(struct inf_prefix *p, struct inf_kv *kv, const int32_t *ids, uint32_t n, uint32_t room,
-                    struct inf_prefix_found *ret_found, struct shm_error *err)
+/* What a block continues: the next whole block of ids behind `done` tokens, of which one is left to be read,
+ * for its logits. */
+static struct inf_node *next_whole(struct inf_node *at, const int32_t *ids, uint32_t n, uint32_t done)
 {
-    (void)err;
-    struct inf_prefix_found found = {0};
+    return n > done + INF_KV_BLOCK ? inf_node_find(at, ids + done, INF_KV_BLOCK) : NULL;
+}
+
+uint32_t inf_prefix_held(struct inf_prefix *p, const int32_t *ids, uint32_t n, const bool *held)
+{
     struct inf_node *at = &p->root;
-    const uint32_t before = kv->blocks, limit = n ? n - 1 : 0; /* one token is read: for its logits */
-    while (limit - found.tokens >= INF_KV_BLOCK) {
-        struct inf_node *c = inf_node_find(at, ids + found.tokens, INF_KV_BLOCK);
-        if (!c)
-            break;
+    uint32_t blocks = 0;
+    for (uint32_t done = 0; (at = next_whole(at, ids, n, done)); done += INF_KV_BLOCK)
+        blocks += held[at->block];
+    return blocks;
+}
+
+void inf_prefix_count(struct inf_prefix *p, uint32_t n, uint32_t found)
+{
+    p->stats.prompts++;
+    p->stats.hits += found > 0;
+    p->stats.hit_tokens += found;
+    p->stats.miss_tokens += n - found;
+}
+
+struct inf_prefix_found inf_prefix_take(struct inf_prefix *p, struct inf_kv *kv, const int32_t *ids,
+                                        uint32_t n, uint32_t room)
+{
+    struct inf_prefix_found found = {0};
+    struct inf_node *at = &p->root, *c;
+    const uint32_t before = kv->blocks, limit = n ? n - 1 : 0;
+    while ((c = next_whole(at, ids, n, found.tokens))) {
         if (found.tokens / INF_KV_BLOCK == kv->blocks)
             inf_kv_share(kv, kv->blocks, c->block);
         count_exact(&found, c, INF_KV_BLOCK);
@@ -173,7 +193,7 @@ int inf_prefix_take(struct inf_prefix *p, struct inf_kv *kv, const int32_t *ids,
     if (room && common < rest && inf_prefix_park_look(p)) {
         struct inf_node *last =
             inf_prefix_park_load(p, at, kv, ids + found.tokens, rest, room, common, &found.more);
-        for (struct inf_node *c = at; c != last;) {
+        for (c = at; c != last;) {
             c = inf_node_find(c, ids + found.tokens, INF_KV_BLOCK);
             count_exact(&found, c, INF_KV_BLOCK);
         }
@@ -187,16 +207,7 @@ int inf_prefix_take(struct inf_prefix *p, struct inf_kv *kv, const int32_t *ids,
         at = tail;
     }
     inf_node_use(p, at);
-    if (!before) {
-        p->stats.takes++;
-        p->stats.hits += found.tokens > 0;
-    }
-    if (!found.more) {
-        p->stats.hit_tokens += found.tokens;
-        p->stats.miss_tokens += n - found.tokens;
-    }
-    *ret_found = found;
-    return 0;
+    return found;
 }
 
 /* ---- put ---- */
@@ -256,20 +267,6 @@ uint32_t inf_prefix_evict(struct inf_prefix *p, uint32_t blocks)
         n++;
     }
     p->stats.evicted += n;
-    return n;
-}
-
-uint32_t inf_prefix_evictable(const struct inf_prefix *p)
-{
-    uint32_t n = 0;
-    for (struct inf_node *c = p->oldest; c; c = c->newer)
-        c->blocked = p->pool->references[c->block] > 1;
-    for (struct inf_node *c = p->oldest; c; c = c->newer) { /* children come before their parents */
-        if (c->blocked)
-            c->parent->blocked = true;
-        else
-            n++;
-    }
     return n;
 }
 

@@ -53,10 +53,15 @@ struct inf_prefix_found {
  * inf_kv_prepare(kv, tokens, ...) copies it. Up to INF_PREFIX_LOAD blocks a call are loaded from the park,
  * and at most `room` (new blocks of the pool; the cache itself gives up older ones for them): a caller with
  * answers under way calls again between their steps, others at once. The table holds blocks for
- * found->tokens exactly. Fails only where memory for the search does (-ENOMEM); kv is then as before.
- * Blocks for a copy of each block loaded, and for one answer of expertd. */
-int inf_prefix_take(struct inf_prefix *prefix, struct inf_kv *kv, const int32_t *ids, uint32_t n,
-                    uint32_t room, struct inf_prefix_found *ret_found, struct shm_error *err);
+ * found.tokens exactly. Blocks for a copy of each block loaded, and for one answer of expertd. */
+struct inf_prefix_found inf_prefix_take(struct inf_prefix *prefix, struct inf_kv *kv, const int32_t *ids,
+                                        uint32_t n, uint32_t room);
+
+/* Counts a prompt of n tokens, once, when it is read: `found` of them were taken. */
+void inf_prefix_count(struct inf_prefix *prefix, uint32_t n, uint32_t found);
+
+/* Whole blocks that inf_prefix_take would find now in the pool and that are marked: held[block]. */
+uint32_t inf_prefix_held(struct inf_prefix *prefix, const int32_t *ids, uint32_t n, const bool *held);
 
 /* Remembers the n tokens whose keys and values kv holds; the first `exact` of them (<= n) were read as part
  * of a prompt, as were all before them. Cheap where most is kept already. A sequence that goes on puts whole
@@ -68,9 +73,6 @@ void inf_prefix_put(struct inf_prefix *prefix, const struct inf_kv *kv, const in
 /* Gives back up to `blocks` least recently used blocks that nobody else holds; returns how many became
  * free. */
 uint32_t inf_prefix_evict(struct inf_prefix *prefix, uint32_t blocks);
-
-/* Blocks that inf_prefix_evict could free now. */
-uint32_t inf_prefix_evictable(const struct inf_prefix *prefix);
 
 /* Parks at most one block that is due. For when there is nothing else to do, and now and then between two
  * steps: it takes one copy of a block and, every 16th time, an answer of expertd. Returns true when more is
@@ -85,7 +87,7 @@ void inf_prefix_flush(struct inf_prefix *prefix, uint32_t ms);
 
 /* Counters since create; *_blocks are of now. */
 struct inf_prefix_stats {
-    uint64_t takes, hits; /* calls for a new prompt; of them those that found a token */
+    uint64_t prompts, hits; /* counted; of them those of which a token was found */
     uint64_t hit_tokens, miss_tokens;
     uint64_t evicted;     /* blocks */
     uint32_t kept_blocks; /* in the pool, by this cache */

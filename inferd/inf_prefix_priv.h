@@ -18,7 +18,7 @@ struct inf_node {
     struct inf_node *parent, *child, *next, *prev; /* child: the first; next, prev: siblings */
     struct inf_node *older, *newer;
     struct inf_node *queue_next, *queue_prev; /* of those to be parked */
-    bool parked, queued, batched, blocked;    /* batched: in the batch, or about to be */
+    bool parked, queued, batched;             /* batched: in the batch, or about to be */
     uint64_t due_ns;
     uint64_t key[2];
     uint32_t block; /* of the pool, one reference is ours */

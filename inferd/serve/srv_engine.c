@@ -52,7 +52,7 @@ void srv_engine_publish(struct srv_engine *e)
     t->kv.free = e->engine->pool->free;
     if (e->prefix)
         inf_prefix_stats(e->prefix, &t->prefix);
-    t->kv.reserved = e->reserved;
+    t->kv.reserved = srv_engine_reserved(e);
     t->kv.block_bytes = e->engine->device->kv_block_bytes;
     pthread_mutex_unlock(&e->lock);
 }
@@ -108,6 +108,9 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
     e->vocab = srv_vocab_create(e->engine->tokenizer, e->engine->model->hparams.vocab);
     if (!e->vocab)
         return shm_error_set(err, ENOMEM, "no memory for the vocabulary's tables: free some");
+    e->held = calloc(e->engine->pool->blocks, sizeof *e->held);
+    if (!e->held)
+        return shm_error_set(err, ENOMEM, "no memory for the table of blocks: free some");
     const struct inf_prefix_config prefix = {
         .pool = e->engine->pool, .store = &e->engine->store, .exact = o->serve.exact_prefix};
     if ((rc = inf_prefix_create(&prefix, &e->prefix)))
@@ -172,6 +175,7 @@ static void *run(void *ctx)
     while (!srv_queue_finished(e->config.queue))
         usleep(10000);
     inf_prefix_destroy(&e->prefix);
+    free(e->held);
     krn_pool_destroy(&e->pool);
     srv_vocab_destroy(&e->vocab);
     inf_engine_close(&e->engine);

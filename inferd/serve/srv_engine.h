@@ -58,7 +58,7 @@ struct srv_status {
     struct inf_settings settings;
     struct {
         uint32_t blocks, free; /* of INF_KV_BLOCK tokens: in all, and of them nobody's */
-        uint32_t reserved;     /* what the running jobs may come to need */
+        uint32_t reserved;     /* what the running jobs may come to need, a block that several hold once */
         uint64_t block_bytes;
     } kv;
     struct inf_prefix_stats prefix;

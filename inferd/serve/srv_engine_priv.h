@@ -51,7 +51,7 @@ struct srv_engine {
 
     struct srv_seq *seq[SRV_PARALLEL_MAX]; /* in the order of their start */
     unsigned n_seq;
-    uint32_t reserved;               /* blocks, for all of them */
+    bool *held; /* [blocks of the pool] whole ones that they share or may share: srv_engine_reserved */
     unsigned busy_rounds;            /* since something was parked */
     bool park_stuck;                 /* something is due that can't be parked: no hurry */
     float *logits[SRV_PARALLEL_MAX]; /* not in use: rows for sequences to come */
@@ -61,8 +61,11 @@ struct srv_engine {
     uint64_t step_ns;      /* the last step of all answers, sampling included */
 };
 
-/* Blocks that a job may come to need. */
-uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job);
+/* Blocks that the running jobs hold or may come to need; one that several hold counts once. */
+uint32_t srv_engine_reserved(struct srv_engine *e);
+
+/* Blocks that a job may come to need beside those of srv_engine_reserved, called just before. */
+uint32_t srv_engine_wants(struct srv_engine *e, const struct srv_job *job);
 
 /* Takes a job on. Whatever fails ends the sequence (seq->ended); NULL: no memory even for that, and the job
  * has ended. */

@@ -8,6 +8,8 @@
 #include <errno.h>
 #include <string.h>
 
+_Static_assert(SRV_PARALLEL_MAX == INF_SPANS_MAX, "a step of all is one pass");
+
 #define IDLE_MS      100        /* between two looks at expertd */
 #define PARK_ROUNDS  16         /* between two blocks that are parked while jobs run */
 #define SAMPLE_ALONE (1u << 19) /* logits: waking threads for fewer takes longer than they save */
@@ -113,6 +115,8 @@ static void run_pass(struct pass *p)
         return;
     for (unsigned i = 0; i < p->n; i++) {
         struct srv_seq *s = p->seq[i];
+        if (!rc && !p->generated && p->before[i] == s->result.cached_tokens)
+            inf_prefix_count(e->prefix, s->result.prompt_tokens, s->result.cached_tokens);
         s->fresh = !rc && !srv_seq_rest(s);
         if (!p->generated) {
             if (s->exact == p->before[i])
@@ -301,8 +305,9 @@ static void step_answers(struct srv_engine *e)
 
 static bool fits(void *ctx, const struct srv_job *job)
 {
-    const struct srv_engine *e = ctx;
-    return !e->n_seq || e->reserved + srv_seq_blocks(e, job) <= e->engine->pool->blocks;
+    struct srv_engine *e = ctx;
+    const uint32_t reserved = srv_engine_reserved(e);
+    return !e->n_seq || reserved + srv_engine_wants(e, job) <= e->engine->pool->blocks;
 }
 
 /* How long there is time to wait for a job. */

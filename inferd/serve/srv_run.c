@@ -163,22 +163,39 @@ uint32_t srv_seq_rest(const struct srv_seq *s)
     return s->ended || s->loading || s->next >= 0 ? 0 : (uint32_t)(s->job->prompt.n - s->c->n);
 }
 
-uint32_t srv_seq_blocks(const struct srv_engine *e, const struct srv_job *job)
+static uint32_t blocks_of(const struct srv_engine *e, const struct srv_job *job)
 {
     return inf_kv_blocks((uint32_t)srv_sched_need(job->prompt.n, job->max_tokens, e->info.ctx));
+}
+
+uint32_t srv_engine_reserved(struct srv_engine *e)
+{
+    uint32_t n = 0;
+    memset(e->held, 0, e->engine->pool->blocks * sizeof *e->held);
+    for (unsigned i = 0; i < e->n_seq; i++) {
+        const struct srv_seq *s = e->seq[i];
+        const uint32_t whole = s->c ? s->c->n / INF_KV_BLOCK : 0; /* it writes behind them only */
+        n += s->blocks - whole;
+        for (uint32_t k = 0; k < whole; k++) {
+            bool *held = &e->held[s->c->kv->block[k]];
+            n += !*held;
+            *held = true;
+        }
+    }
+    return n;
+}
+
+uint32_t srv_engine_wants(struct srv_engine *e, const struct srv_job *job)
+{
+    return blocks_of(e, job) - inf_prefix_held(e->prefix, job->prompt.ids, (uint32_t)job->prompt.n, e->held);
 }
 
 void srv_seq_take_prefix(struct srv_seq *s)
 {
     const struct inf_ids *prompt = &s->job->prompt;
-    struct inf_prefix_found found = {0};
-    int rc = inf_prefix_take(s->e->prefix, s->c->kv, prompt->ids, (uint32_t)prompt->n,
-                             s->blocks - s->c->kv->blocks, &found, &s->err);
-    s->loading = !rc && found.more;
-    if (rc) {
-        srv_seq_fail(s, rc, NULL);
-        return;
-    }
+    struct inf_prefix_found found = inf_prefix_take(s->e->prefix, s->c->kv, prompt->ids, (uint32_t)prompt->n,
+                                                    s->blocks - s->c->kv->blocks);
+    s->loading = found.more;
     memcpy(s->c->tokens, prompt->ids, found.tokens * sizeof *s->c->tokens);
     s->c->n = s->result.cached_tokens = found.tokens;
     s->exact = found.exact;
@@ -211,7 +228,7 @@ static int start(struct srv_seq *s)
     if ((rc = inf_conversation_create(e->engine, &s->err, &s->c)))
         return rc;
     srv_seq_take_prefix(s);
-    return s->rc;
+    return 0;
 }
 
 struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
@@ -232,8 +249,7 @@ struct srv_seq *srv_seq_new(struct srv_engine *e, struct srv_job *job)
     s->job = job;
     s->result = result;
     s->next = -1;
-    s->blocks = srv_seq_blocks(e, job);
-    e->reserved += s->blocks;
+    s->blocks = blocks_of(e, job);
     int rc = start(s);
     if (rc && !s->ended)
         srv_seq_fail(s, rc, NULL);
@@ -279,7 +295,6 @@ void srv_seq_finish(struct srv_seq **seq)
     if (s->c)
         srv_seq_keep(s, false);
     inf_conversation_destroy(&s->c);
-    e->reserved -= s->blocks;
     s->result.total_ns = shm_now_ns() - s->job->submit_ns;
     srv_stats_job(e->config.stats, &s->result);
     srv_queue_end(e->config.queue, s->job, &s->result);

@@ -93,16 +93,16 @@ json_t *srv_status_json(struct srv_server *s)
                   (json_int_t)t->prefix.kept_blocks, "reserved", (json_int_t)t->kv.reserved, "evicted",
                   (json_int_t)t->prefix.evicted, "bytes", (json_int_t)(t->kv.blocks * t->kv.block_bytes)));
     const struct inf_prefix_stats *p = &t->prefix;
-    json_object_set_new(j, "prefix",
-                        json_pack("{s:I, s:I, s:I, s:I, s:s, s:s?, s:I, s:I, s:I, s:I, s:I, s:f, s:I}",
-                                  "prompts", (json_int_t)p->takes, "hits", (json_int_t)p->hits, "hit_tokens",
-                                  (json_int_t)p->hit_tokens, "miss_tokens", (json_int_t)p->miss_tokens,
-                                  "park", p->park, "park_reason", p->park_reason[0] ? p->park_reason : NULL,
-                                  "parked_blocks", (json_int_t)p->parked, "loaded_blocks",
-                                  (json_int_t)p->loaded, "unparked_blocks", (json_int_t)p->unparked_blocks,
-                                  "damaged_blocks", (json_int_t)p->park_damaged, "ignored_blocks",
-                                  (json_int_t)p->park_ignored, "park_ms", (double)p->park_ns / 1e6,
-                                  "park_bytes", (json_int_t)p->park_bytes));
+    json_object_set_new(
+        j, "prefix",
+        json_pack("{s:I, s:I, s:I, s:I, s:s, s:s?, s:I, s:I, s:I, s:I, s:I, s:f, s:I}", "prompts",
+                  (json_int_t)p->prompts, "hits", (json_int_t)p->hits, "hit_tokens",
+                  (json_int_t)p->hit_tokens, "miss_tokens", (json_int_t)p->miss_tokens, "park", p->park,
+                  "park_reason", p->park_reason[0] ? p->park_reason : NULL, "parked_blocks",
+                  (json_int_t)p->parked, "loaded_blocks", (json_int_t)p->loaded, "unparked_blocks",
+                  (json_int_t)p->unparked_blocks, "damaged_blocks", (json_int_t)p->park_damaged,
+                  "ignored_blocks", (json_int_t)p->park_ignored, "park_ms", (double)p->park_ns / 1e6,
+                  "park_bytes", (json_int_t)p->park_bytes));
     json_object_set_new(j, "running", jobs.running);
     json_object_set_new(j, "queue",
                         json_pack("{s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f}", "waiting",
@@ -135,7 +135,7 @@ void srv_status_count(struct srv_server *s)
     shm_counter_set(&c->kv_kept_blocks, t->prefix.kept_blocks);
     shm_counter_set(&c->kv_reserved_blocks, t->kv.reserved);
     shm_counter_set(&c->kv_evicted_blocks, t->prefix.evicted);
-    shm_counter_set(&c->prefix_prompts, t->prefix.takes);
+    shm_counter_set(&c->prefix_prompts, t->prefix.prompts);
     shm_counter_set(&c->prefix_hits, t->prefix.hits);
     shm_counter_set(&c->parked_blocks, t->prefix.parked);
     shm_counter_set(&c->park_loaded_blocks, t->prefix.loaded);

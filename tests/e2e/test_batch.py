@@ -239,8 +239,33 @@ def test_prompts_that_begin_alike_at_once_read_it_once(world):
     server.until_status(lambda t: t["running"], "one is read")  # the others gather meanwhile
     answers = ask_all(server, some, len(some), range(len(some)))
     first.close()
-    t = server.until_status(lambda t: not t["running"] and t, "all is quiet")["totals"]
+    t = server.until_status(lambda t: not t["running"] and t, "all is quiet")
+    assert t["prefix"]["prompts"] == 1 + len(some) and t["prefix"]["hits"] == len(some) - 1, "each once"
+    assert t["prefix"]["hit_tokens"] == t["totals"]["cached_tokens"]
+    t = t["totals"]
     assert t["cached_tokens"] >= (len(some) - 1) * 256, t
     assert t["prompt_tokens"] == t["cached_tokens"] + t["read_tokens"]
     alone = Server(world, "--parallel", "1")
     assert ask_all(alone, some[:2], 1, range(2)) == answers[:2]
+
+
+def test_room_for_a_beginning_is_counted_once(world):
+    """Eight blocks: two that three prompts have in common, and two more for each of them."""
+    world.expertd("--link-gbps", "0.15", "--park", "off")
+    server = Server(world, "--kv-tokens", "1024")
+    system = prompts()["p300"]["text"]
+    streams = [server.start_stream(prompt=system, max_tokens=200)]
+    assert streams[0].recv(100)
+    streams += [server.start_stream(prompt=system + w, max_tokens=200 - 10) for w in (" A fox", " A bear")]
+    kv = server.until_status(lambda t: len(t["running"]) == 3 and t["kv"], "all three run")
+    assert kv["blocks"] == kv["reserved"] == 8, kv
+    streams.append(server.start_stream(prompt=system, max_tokens=200))
+    server.until_status(lambda t: t["queue"]["waiting"] == 1 or len(t["running"]) < 3, "there is no room for a fourth")
+    for s in streams:
+        s.close()
+    server.until_status(lambda t: not t["running"] and not t["kv"]["reserved"], "all is quiet")
+    # To the last block: the same answers as alone.
+    alone = Server(world, "--parallel", "1")
+    some = [("/v1/completions", {"prompt": system + w, "max_tokens": 150, "temperature": 1, "seed": 5, "ignore_eos": True})
+            for w in (" A fox", " A bear", " A bird")]
+    assert ask_all(server, some, 3, range(3)) == ask_all(alone, some, 1, range(3))
