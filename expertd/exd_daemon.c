@@ -340,8 +340,13 @@ static void on_signal(struct exd_daemon *d)
     struct signalfd_siginfo info;
     while (read(d->signal_fd, &info, sizeof(info)) == (ssize_t)sizeof(info)) {
         if (info.ssi_signo == SIGHUP) {
-            exd_log(EXD_LOG_INFO,
-                    "SIGHUP: there is nothing to read anew; start expertd again to change options");
+            bool any = prt_log_reload(d->options->log_level_given);
+            prt_log(PRT_LOG_NOTICE,
+                    "SIGHUP: %s as it was at the start (model, arena, all options): start expertd again to "
+                    "change "
+                    "it",
+                    any ? "everything else stays"
+                        : "there is no --log-level @FILE to read anew, everything stays");
             continue;
         }
         bool again = d->stopping;

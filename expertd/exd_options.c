@@ -82,7 +82,8 @@ static const struct argp_option option_table[] = {
     {"trace-file", KEY_TRACE_FILE, "FILE", 0, "Append what each chunk's copies did when, for tools/timeline",
      4},
     {"drain-ms", KEY_DRAIN, "MS", 0, "Time for running streams after SIGTERM or SIGINT (default: 5000)", 4},
-    {"log-level", KEY_LOG_LEVEL, "error|warning|info|debug", 0, "Least important lines shown (default: info)",
+    {"log-level", KEY_LOG_LEVEL, "error|warning|info|debug|@FILE", 0,
+     "Least important lines shown, or a file whose first word says so, read again at SIGHUP (default: info)",
      4},
     {"quiet", 'q', NULL, 0, "Warnings and errors only, no progress", 4},
     {"ready-fd", KEY_READY_FD, "N", 0,
@@ -208,11 +209,9 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
     case KEY_DRAIN:
         return parse_u32("--drain-ms", arg, 0, 3600000, &o->drain_ms, err);
     case KEY_LOG_LEVEL:
-        o->log_level = exd_log_parse_level(arg);
-        if (o->log_level < 0)
-            return shm_error_set(err, EINVAL,
-                                 "--log-level: '%.40s' is not one of error, warning, info, debug", arg);
-        return 0;
+        o->log_level = prt_log_read_level(arg, err);
+        o->log_level_given = arg;
+        return o->log_level < 0 ? o->log_level : 0;
     case KEY_READY_FD:
         rc = parse_u32("--ready-fd", arg, 0, 1 << 20, &ms, err);
         if (rc == 0)

@@ -33,7 +33,8 @@ struct exd_options {
     uint32_t batch;       /* copies in one call of a GPU's driver; 0: the link's default */
     uint32_t drain_ms;    /* on SIGTERM and SIGINT */
     int log_level;
-    int ready_fd; /* -1: none */
+    const char *log_level_given; /* a name or @FILE; NULL: not */
+    int ready_fd;                /* -1: none */
 };
 
 /* Parses argv and the environment. Prints help, version or a usage error itself and exits for those (0, 0,

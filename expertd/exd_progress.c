@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "expertd/exd_progress.h"
 
+#include "proto/prt_log.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,6 +77,18 @@ static void put(const struct exd_progress *p, const char *text)
     (void)rc; /* nobody to tell */
 }
 
+/* A line; on stderr one as all others of the log. */
+static void put_line(const struct exd_progress *p, const char *text)
+{
+    char line[TEXT_BYTES + 48];
+    if (!p->terminal && p->fd == STDERR_FILENO) {
+        prt_log(PRT_LOG_INFO, "%s", text);
+        return;
+    }
+    snprintf(line, sizeof line, "%s%s\n", p->drawn ? "\r\033[K" : "", text);
+    put(p, line);
+}
+
 void exd_progress_update(struct exd_progress *p, uint64_t done, uint64_t total, uint64_t elapsed_ns)
 {
     uint64_t pause = p->terminal ? EXD_PROGRESS_BAR_NS : EXD_PROGRESS_LINE_NS;
@@ -82,11 +96,12 @@ void exd_progress_update(struct exd_progress *p, uint64_t done, uint64_t total, 
         return;
     char text[TEXT_BYTES], line[TEXT_BYTES + 16];
     exd_progress_text(text, sizeof text, p->terminal ? p->columns : 0, p->what, done, total, elapsed_ns);
-    if (p->terminal)
+    if (p->terminal) {
         snprintf(line, sizeof line, "\r\033[K%s", text);
-    else
-        snprintf(line, sizeof line, "%s\n", text);
-    put(p, line);
+        put(p, line);
+    } else {
+        put_line(p, text);
+    }
     p->drawn = p->terminal;
     p->last_ns = elapsed_ns;
 }
@@ -95,7 +110,7 @@ void exd_progress_finish(struct exd_progress *p, uint64_t done, uint64_t total, 
 {
     char text[TEXT_BYTES], line[TEXT_BYTES + 32];
     exd_progress_text(text, sizeof text, 0, p->what, done, total, elapsed_ns);
-    snprintf(line, sizeof line, "%s%s%s\n", p->drawn ? "\r\033[K" : "", text, ok ? "" : " (stopped)");
-    put(p, line);
+    snprintf(line, sizeof line, "%s%s", text, ok ? "" : " (stopped)");
+    put_line(p, line);
     p->drawn = false;
 }

@@ -24,6 +24,8 @@
 /* Of `serve`; inf_options_serve.c. */
 struct inf_serve_options {
     const char *listen, *api_key_file, *cors, *model_name;
+    const char *log_level; /* as given; NULL: not */
+    int level;             /* PRT_LOG_* that it stands for */
     unsigned queue, connections, parallel, gap_ms, kv_tokens;
     unsigned header_kb, body_mb, send_kb;
     unsigned drain_s, resume_s, read_s, write_s;

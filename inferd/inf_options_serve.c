@@ -2,6 +2,7 @@
 /* Options of `serve`. */
 #include "inferd/inf_options.h"
 
+#include "proto/prt_log.h"
 #include "shm/shm_word.h"
 
 #include <argp.h>
@@ -25,6 +26,7 @@ enum key {
     KEY_PARALLEL,
     KEY_GAP,
     KEY_EXACT,
+    KEY_LOG_LEVEL,
 };
 
 const struct argp_option inf_serve_table[] = {
@@ -48,6 +50,11 @@ const struct argp_option inf_serve_table[] = {
      "differ in "
      "the last bits",
      0},
+    {"log-level", KEY_LOG_LEVEL, "error|warning|info|debug|@FILE", 0,
+     "Least important lines shown, or a file whose first word says so, read again at SIGHUP; debug: each "
+     "request "
+     "(default: info)",
+     0},
     {0, 0, 0, 0, "Limits of the server:", 8},
     {"queue", KEY_QUEUE, "N", 0, "Most requests that wait; more get 429 (default: 256)", 0},
     {"connections", KEY_CONNECTIONS, "N", 0, "Most connections (default: 1024)", 0},
@@ -66,6 +73,7 @@ const struct argp_option inf_serve_table[] = {
 void inf_serve_default(struct inf_serve_options *s)
 {
     *s = (struct inf_serve_options){.listen = "127.0.0.1:8080",
+                                    .level = PRT_LOG_INFO,
                                     .queue = 256,
                                     .connections = 1024,
                                     .parallel = 32,
@@ -92,12 +100,19 @@ static unsigned number(struct argp_state *state, const char *option, const char 
 
 int inf_serve_parse(int key, char *arg, struct argp_state *state, struct inf_serve_options *s)
 {
+    struct shm_error err = {0};
     switch (key) {
     case KEY_LISTEN:
         s->listen = arg;
         break;
     case KEY_KEYS:
         s->api_key_file = arg;
+        break;
+    case KEY_LOG_LEVEL:
+        s->log_level = arg;
+        s->level = prt_log_read_level(arg, &err);
+        if (s->level < 0)
+            argp_error(state, "%s", shm_error_text(&err));
         break;
     case KEY_CORS:
         s->cors = arg;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* What is parked of the tree, and what comes back of it. */
 #include "inferd/inf_prefix_priv.h"
+#include "proto/prt_log.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -81,7 +82,7 @@ static void failed(struct inf_prefix *p, int rc, const struct shm_error *err)
     p->retry_ns = never ? UINT64_MAX : inf_prefix_now(p) + RETRY_NS;
     p->state = rc == -ENOTSUP ? "off" : never || rc == -EBUSY ? "refused" : "away";
     if (strncmp(p->stats.park_reason, shm_error_text(err), sizeof p->stats.park_reason - 1) != 0)
-        fprintf(stderr, "<5>inferd: keys and values are not parked: %s\n", shm_error_text(err));
+        prt_log(PRT_LOG_NOTICE, "keys and values are not parked: %s", shm_error_text(err));
     snprintf(p->stats.park_reason, sizeof p->stats.park_reason, "%.159s", shm_error_text(err));
 }
 
@@ -162,7 +163,7 @@ static void tell_ignored(struct inf_prefix *p, const struct prt_parkfind_reply *
             ? "parked blocks are ignored: a worker with another form of keys and values parked them"
             : "parked blocks are ignored: another build of inferd parked them";
     if (!p->stats.park_ignored)
-        fprintf(stderr, "<5>inferd: %s\n", why);
+        prt_log(PRT_LOG_NOTICE, "%s", why);
     p->stats.park_ignored += r->ignored;
     snprintf(p->stats.park_reason, sizeof p->stats.park_reason, "%s", why);
 }
@@ -255,7 +256,7 @@ struct inf_node *inf_prefix_park_load(struct inf_prefix *p, struct inf_node *at,
         load_best(p, at, &r, ids + loaded * INF_KV_BLOCK, n - loaded * INF_KV_BLOCK, loaded ? 0 : least,
                   wrong, &n_wrong);
     if (n_wrong) {
-        fprintf(stderr, "<4>inferd: a parked block is damaged and given up: %s\n", shm_error_text(&err));
+        prt_log(PRT_LOG_WARNING, "a parked block is damaged and given up: %s", shm_error_text(&err));
         p->stats.park_damaged += n_wrong;
     }
     if (r.found + r.others && (rc = inf_park_done(p->park, wrong, n_wrong, &err)))

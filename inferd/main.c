@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_cmd.h"
 #include "proto/prt_file.h"
+#include "proto/prt_log.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -40,6 +41,7 @@ static void usage(FILE *f)
 int main(int argc, char **argv)
 {
     prt_file_standard();
+    prt_log_set_name("inferd");
     if (argc < 2) {
         usage(stderr);
         return 2;

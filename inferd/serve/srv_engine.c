@@ -4,6 +4,7 @@
 #include "inferd/inf_cmd.h"
 #include "inferd/inf_launch.h"
 #include "inferd/serve/srv_engine_priv.h"
+#include "proto/prt_log.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -126,7 +127,7 @@ int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, struct shm_error
     bool again;
     srv_queue_pause(e->config.queue);
     tell(e, SRV_AWAY, "expertd is gone; waiting for the next one");
-    fprintf(stderr, "<4>inferd: expertd is gone: new requests get 503 until the next one is attached\n");
+    prt_log(PRT_LOG_WARNING, "expertd is gone: new requests get 503 until the next one is attached");
     for (;;) {
         *err = (struct shm_error){0};
         int rc = inf_engine_ensure(e->engine, RETRY_MS, &again, err);
@@ -142,8 +143,7 @@ int srv_engine_reattach(struct srv_engine *e, uint32_t wait_ms, struct shm_error
         usleep(20000);
     }
     srv_stats_attached(e->config.stats);
-    fprintf(stderr, "<5>inferd: attached to the next expertd in %.1f ms\n",
-            (double)e->engine->attach_ns / 1e6);
+    prt_log(PRT_LOG_NOTICE, "attached to the next expertd in %.1f ms", (double)e->engine->attach_ns / 1e6);
     srv_engine_publish(e);
     srv_queue_open(e->config.queue);
     tell(e, SRV_READY, NULL);

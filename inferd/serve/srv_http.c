@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/serve/srv_http_priv.h"
+#include "proto/prt_log.h"
 
 #include "shm/shm_bell.h"
 #include "shm/shm_error.h"
@@ -402,7 +403,7 @@ static void on_accept_error(struct evconnlistener *l, void *ctx)
     struct timeval tv = {.tv_usec = ACCEPT_AGAIN_MS * 1000};
     static bool said;
     if (!said)
-        fprintf(stderr, "<4>inferd: a connection cannot be accepted: %s%s\n", strerror(errno),
+        prt_log(PRT_LOG_WARNING, "a connection cannot be accepted: %s%s", strerror(errno),
                 shm_error_remedy(errno));
     said = true;
     evconnlistener_disable(l);

@@ -3,6 +3,7 @@
 #include "inferd/inf_cmd.h"
 #include "inferd/serve/srv_server.h"
 #include "proto/prt_file.h"
+#include "proto/prt_log.h"
 #include "proto/prt_notify.h"
 #include "proto/prt_serve.h"
 #include "shm/shm_bell.h"
@@ -31,7 +32,7 @@ struct serve {
     int state_fd, status;
     char name[128];
     bool announced, cancelled, closed, again; /* closed: no new connections; again: execute anew */
-    struct event *jobs, *state, *term, *interrupt, *drain, *restart, *tick, *beat, *hold, *watchdog;
+    struct event *jobs, *state, *term, *interrupt, *hangup, *drain, *restart, *tick, *beat, *hold, *watchdog;
     enum ending ending;
     uint64_t drain_ns; /* since when it drains; 0: no more patience */
     uint64_t quiet_ns; /* since when nothing is under way any more */
@@ -65,7 +66,7 @@ static void note(struct serve *v)
         return;
     if (prt_serve_write(&v->paths, &r, &err)) {
         if (!v->recorded)
-            fprintf(stderr, "<4>inferd: 'expertctl workers drain' and 'restart' won't find this worker: %s\n",
+            prt_log(PRT_LOG_WARNING, "'expertctl workers drain' and 'restart' won't find this worker: %s",
                     shm_error_text(&err));
     } else {
         v->record = r;
@@ -103,7 +104,7 @@ static void become_ready(struct serve *v)
         if (inf_template_find(info->chat_template, info->chat_template_bytes, v->o.chat_template,
                               &s->chat_error, &s->chat)) {
             s->chat = NULL;
-            fprintf(stderr, "<4>inferd: no chat (completions work): %s\n", shm_error_text(&s->chat_error));
+            prt_log(PRT_LOG_WARNING, "no chat (completions work): %s", shm_error_text(&s->chat_error));
         }
     }
     if (v->announced)
@@ -112,9 +113,9 @@ static void become_ready(struct serve *v)
     note_first(v);
     srv_http_hold(s->http, false);
     if (!v->o.quiet)
-        fprintf(stderr,
-                "<5>inferd: serving '%s' (%s; context %u, %u requests at once, keys and values of %u tokens: "
-                "%.1f MiB, template %s) on %s\n",
+        prt_log(PRT_LOG_NOTICE,
+                "serving '%s' (%s; context %u, %u requests at once, keys and values of %u tokens: "
+                "%.1f MiB, template %s) on %s",
                 srv_model_name(s), info->device, info->ctx, info->parallel, info->kv_tokens, info->kv_mib,
                 s->chat ? inf_template_name(s->chat) : "none", v->name);
     prt_notify("READY=1");
@@ -139,7 +140,7 @@ static void on_state(evutil_socket_t fd, short what, void *ctx)
         struct srv_status *status = malloc(sizeof *status);
         if (status) {
             srv_engine_status(v->server.engine, status);
-            fprintf(stderr, "inferd: %s\n", status->error);
+            prt_log(PRT_LOG_ERROR, "%s", status->error);
         }
         free(status);
         stop(v, 1);
@@ -171,7 +172,7 @@ static void cut_late(struct serve *v, uint64_t past_ns)
 {
     if (v->cancelled || past_ns < (uint64_t)v->server.options->drain_s * 1000000000u)
         return;
-    fprintf(stderr, "<4>inferd: --drain-seconds are over: %u requests are cut\n",
+    prt_log(PRT_LOG_WARNING, "--drain-seconds are over: %u requests are cut",
             srv_http_counters(v->server.http)->busy);
     v->cancelled = true;
     cancel_all(v);
@@ -245,7 +246,7 @@ static void begin_drain(struct serve *v, enum ending ending)
                           : "STATUS=draining: requests finish, new ones get 503");
     }
     if (!v->o.quiet && (first || ending))
-        fprintf(stderr, "<5>inferd: %s: %u requests finish, new ones get 503\n",
+        prt_log(PRT_LOG_NOTICE, "%s: %u requests finish, new ones get 503",
                 ending == END_STOP ? "stopping"
                 : ending           ? "restarting"
                                    : "draining",
@@ -293,10 +294,39 @@ static void on_restart(evutil_socket_t sig, short what, void *ctx)
         begin_drain(v, END_RESTART);
         return;
     }
-    fprintf(stderr, "<4>inferd: %s\n", shm_error_text(&err));
+    prt_log(PRT_LOG_WARNING, "%s", shm_error_text(&err));
     v->recorded = false; /* written whatever it says */
     snprintf(v->record.note, sizeof v->record.note, "%.255s", shm_error_text(&err));
     note(v);
+}
+
+/* What can be read anew while it runs is: keys and log level. Requests that were let in go on. */
+static void on_hangup(evutil_socket_t sig, short what, void *ctx)
+{
+    struct serve *v = ctx;
+    struct srv_server *s = &v->server;
+    struct shm_error err = {0};
+    char **keys = NULL;
+    unsigned n = 0;
+    const char *file = s->options->api_key_file;
+    (void)sig;
+    (void)what;
+    bool any = prt_log_reload(s->options->log_level);
+    if (file && srv_keys_read(file, &keys, &n, &err)) {
+        prt_log(PRT_LOG_WARNING, "SIGHUP: the keys stay as they were: %s", shm_error_text(&err));
+    } else if (file) {
+        srv_keys_free(&s->keys, s->n_keys);
+        s->keys = keys;
+        s->n_keys = n;
+        prt_log(PRT_LOG_NOTICE, "SIGHUP: %u keys, read anew from %.300s", n, file);
+    }
+    prt_log(PRT_LOG_NOTICE,
+            "SIGHUP: %s stays as it was at the start: 'expertctl workers restart %d' starts the program "
+            "anew, which "
+            "makes an upgrade of it take effect; options change by another start",
+            any || file ? "everything else"
+                        : "everything (there is no --api-key-file and no --log-level @FILE)",
+            (int)getpid());
 }
 
 /* Connections have waited for the model long enough. */
@@ -352,6 +382,7 @@ static int add_events(struct serve *v, bool inherited)
         add(v, &v->state, v->state_fd, EV_READ | EV_PERSIST, on_state, NULL) ||
         add(v, &v->term, SIGTERM, EV_SIGNAL | EV_PERSIST, on_signal, NULL) ||
         add(v, &v->interrupt, SIGINT, EV_SIGNAL | EV_PERSIST, on_signal, NULL) ||
+        add(v, &v->hangup, SIGHUP, EV_SIGNAL | EV_PERSIST, on_hangup, NULL) ||
         add(v, &v->drain, PRT_SERVE_DRAIN, EV_SIGNAL | EV_PERSIST, on_drain, NULL) ||
         add(v, &v->restart, PRT_SERVE_RESTART, EV_SIGNAL | EV_PERSIST, on_restart, NULL) ||
         add(v, &v->tick, -1, EV_PERSIST, on_tick, NULL) || add(v, &v->beat, -1, EV_PERSIST, on_beat, &beat) ||
@@ -374,10 +405,8 @@ static int open_parts(struct serve *v, struct shm_error *err)
     if ((rc = srv_listen(o->listen, v->name, &public, &inherited, &fd, err)))
         return rc;
     if (public && !s->n_keys)
-        fprintf(
-            stderr,
-            "<4>inferd: %s can be reached from other machines and needs no key: consider --api-key-file\n",
-            v->name);
+        prt_log(PRT_LOG_WARNING,
+                "%s can be reached from other machines and needs no key: consider --api-key-file", v->name);
     v->state_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     s->base = event_base_new();
     s->stats = srv_stats_new();
@@ -420,7 +449,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
 static void close_parts(struct serve *v)
 {
     struct srv_server *s = &v->server;
-    struct event *events[] = {v->jobs,    v->state, v->term, v->interrupt, v->drain,
+    struct event *events[] = {v->jobs,    v->state, v->term, v->interrupt, v->hangup,  v->drain,
                               v->restart, v->tick,  v->beat, v->hold,      v->watchdog};
     if (s->http)
         srv_http_destroy(&s->http); /* cancels what still runs */
@@ -439,6 +468,15 @@ static void close_parts(struct serve *v)
         close(v->state_fd);
 }
 
+static int fail(int rc, const struct shm_error *err)
+{
+    if (err->code)
+        prt_log(PRT_LOG_ERROR, "%s", shm_error_text(err));
+    else
+        prt_log(PRT_LOG_ERROR, "%s%s", strerror(-rc), shm_error_remedy(rc));
+    return 1;
+}
+
 int inf_cmd_serve(int argc, char **argv)
 {
     struct serve v = {.state_fd = -1, .listen_fd = -1};
@@ -446,6 +484,7 @@ int inf_cmd_serve(int argc, char **argv)
     inf_options_parse(
         argc, argv, INF_GROUP_ENGINE | INF_GROUP_SERVE,
         "Serves the model over HTTP: OpenAI's chat completions and completions, Anthropic's messages.", &v.o);
+    prt_log_set_level(v.o.serve.level);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
     v.server.options = &v.o.serve;
@@ -456,7 +495,7 @@ int inf_cmd_serve(int argc, char **argv)
         srv_life_clear(&v.life);
     int rc = open_parts(&v, &err);
     if (rc)
-        v.status = inf_cmd_fail(rc, &err);
+        v.status = fail(rc, &err);
     else
         event_base_dispatch(v.server.base);
     if (v.again) { /* from here on a SIGTERM ends the process, as it would at its start */
@@ -466,7 +505,7 @@ int inf_cmd_serve(int argc, char **argv)
     close_parts(&v);
     if (v.again) {
         srv_life_again(&v.life, v.listen_fd, &err);
-        v.status = inf_cmd_fail(err.code, &err);
+        v.status = fail(err.code, &err);
     }
     if (v.recorded)
         prt_serve_remove(&v.paths);

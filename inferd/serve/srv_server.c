@@ -2,6 +2,7 @@
 /* Routes, keys, origins, errors. */
 #include "inferd/serve/srv_server.h"
 
+#include "proto/prt_log.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -104,10 +105,9 @@ static bool allowed_origin(const struct srv_server *s, const char *origin)
 void srv_on_done(void *ctx, const struct srv_exchange *x, int status, bool left)
 {
     const struct srv_server *s = ctx;
-    if (s->defaults->verbose)
-        fprintf(stderr, "<6>inferd: %s %.10s %.100s %d%s %.1f ms\n", x->peer,
-                x->head.method ? x->head.method : "-", x->head.path ? x->head.path : "-", status,
-                left ? " left" : "", x->start_ns ? (double)(shm_now_ns() - x->start_ns) / 1e6 : 0.0);
+    prt_log(s->defaults->verbose ? PRT_LOG_INFO : PRT_LOG_DEBUG, "%s %.10s %.100s %d%s %.1f ms", x->peer,
+            x->head.method ? x->head.method : "-", x->head.path ? x->head.path : "-", status,
+            left ? " left" : "", x->start_ns ? (double)(shm_now_ns() - x->start_ns) / 1e6 : 0.0);
 }
 
 bool srv_on_head(void *ctx, struct srv_exchange *x)

@@ -48,7 +48,7 @@ _expertd_complete() {
         local prompt="--prompt --prompt-file --system --chat-template --thinking --raw" report="--json --hash --quiet"
         local likely="--temperature --top-k --top-p --min-p --repeat-penalty"
         local sampling="-n $likely --seed --ignore-eos"
-        local server="--listen --api-key-file --cors --model-name --chat-template --parallel --kv-tokens --answer-gap-ms
+        local server="--listen --log-level --api-key-file --cors --model-name --chat-template --parallel --kv-tokens --answer-gap-ms
             --exact-prefix --queue --connections --max-tokens --header-kb --body-mb --send-kb --read-seconds
             --write-seconds --drain-seconds --resume-seconds"
         case ${COMP_WORDS[1]} in
