@@ -8,6 +8,7 @@
 #define EXD_DAEMON_PRIV_H
 
 #include "expertd/exd_arena.h"
+#include "expertd/exd_budget.h"
 #include "expertd/exd_device.h"
 #include "expertd/exd_event.h"
 #include "expertd/exd_loader.h"
@@ -37,7 +38,8 @@ struct exd_start {
     struct exd_device *device;
     struct exd_park *park;          /* NULL: nothing is parked */
     char park_note[SHM_NOTE_BYTES]; /* where, or why not */
-    struct exd_loader *loader;      /* NULL: the arena was adopted, or is loaded */
+    struct exd_budget budget;
+    struct exd_loader *loader; /* NULL: the arena was adopted, or is loaded */
     struct exd_progress progress;
     bool show_progress;
     struct shm_store *segment; /* load counters: written by loader threads (atomics) */

@@ -30,6 +30,7 @@ enum key {
     KEY_PIN,
     KEY_NO_KEEP,
     KEY_PARK,
+    KEY_BUDGET,
     KEY_TRACE,
     KEY_TRACE_FILE,
     KEY_WATCHDOG,
@@ -52,6 +53,11 @@ static const struct argp_option option_table[] = {
      "Most memory for keys and values that workers park, for their next life and for each other: bytes, or "
      "with K, M, G, T. Taken as it is used. auto: an eighth of the memory available at start, at most 32G "
      "(default: auto)",
+     1},
+    {"memory-budget", KEY_BUDGET, "SIZE", 0,
+     "Start only if the arenas, kept ones too, and parks of all instances of this runtime directory fit into "
+     "SIZE "
+     "together: bytes, or with K, M, G, T (default: no budget)",
      1},
     {NULL, 0, NULL, 0, "Stream (each worker may ask for its own):", 2},
     {"device", KEY_DEVICE, "auto|host|cuda[:N]", 0,
@@ -116,13 +122,11 @@ static int parse_device(const char *text, struct exd_options *o, struct shm_erro
     return rc;
 }
 
-static int parse_park(const char *text, struct exd_options *o, struct shm_error *err)
+/* A number of bytes, or with K, M, G, T. */
+static int parse_size(const char *option, const char *more, const char *text, uint64_t *ret_bytes,
+                      struct shm_error *err)
 {
     static const char units[] = "KMGT";
-    o->park_auto = strcmp(text, "auto") == 0;
-    o->park_bytes = 0;
-    if (o->park_auto || strcmp(text, "off") == 0)
-        return 0;
     char *end;
     errno = 0;
     unsigned long long n = text[0] >= '0' && text[0] <= '9' ? strtoull(text, &end, 10) : (end = NULL, 0);
@@ -134,13 +138,20 @@ static int parse_park(const char *text, struct exd_options *o, struct shm_error 
             end++;
     }
     if (!end || errno || *end || n > (UINT64_C(1) << 46) >> shift)
-        return shm_error_set(
-            err, EINVAL,
-            "--park: '%.40s' is neither auto, off nor a number of bytes up to 64T (K, M, G and "
-            "T are understood)",
-            text);
-    o->park_bytes = n << shift;
+        return shm_error_set(err, EINVAL,
+                             "%s: '%.40s' is %sa number of bytes up to 64T (K, M, G and T are understood)",
+                             option, text, more);
+    *ret_bytes = n << shift;
     return 0;
+}
+
+static int parse_park(const char *text, struct exd_options *o, struct shm_error *err)
+{
+    o->park_auto = strcmp(text, "auto") == 0;
+    o->park_bytes = 0;
+    if (o->park_auto || strcmp(text, "off") == 0)
+        return 0;
+    return parse_size("--park", "neither auto, off nor ", text, &o->park_bytes, err);
 }
 
 static int apply(struct exd_options *o, int key, const char *arg, struct shm_error *err)
@@ -193,6 +204,12 @@ static int apply(struct exd_options *o, int key, const char *arg, struct shm_err
         return 0;
     case KEY_PARK:
         return parse_park(arg, o, err);
+    case KEY_BUDGET:
+        rc = parse_size("--memory-budget", "not ", arg, &o->memory_budget, err);
+        return rc || o->memory_budget
+                   ? rc
+                   : shm_error_set(err, EINVAL,
+                                   "--memory-budget: 0 has room for nothing: leave it out for none");
     case KEY_TRACE:
         o->trace = true;
         return 0;

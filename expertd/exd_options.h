@@ -25,8 +25,9 @@ struct exd_options {
     enum exd_reader_io io;
     uint32_t io_depth; /* 0: default */
     enum exd_pin pin;
-    uint64_t park_bytes; /* budget of parked keys and values; 0: none */
-    bool park_auto;      /* the budget is chosen at start */
+    uint64_t park_bytes;    /* budget of parked keys and values; 0: none */
+    uint64_t memory_budget; /* of all instances of the runtime directory; 0: none */
+    bool park_auto;         /* the budget is chosen at start */
     bool keep, trace, quiet;
     const char *trace_file;
     uint64_t watchdog_ns; /* 0: the issuer's default */

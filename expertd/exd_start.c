@@ -108,9 +108,12 @@ static int open_park(struct exd_daemon *d)
     if (o->park_auto) {
         bytes = available(dir) / PARK_SHARE;
         bytes = bytes > PARK_AUTO_MAX ? PARK_AUTO_MAX : bytes & ~UINT64_C(0xfffff);
+        if (s->budget.limit_bytes && bytes > s->budget.park_bytes)
+            bytes = s->budget.park_bytes;
         if (bytes < PARK_AUTO_MIN) {
             snprintf(s->park_note, sizeof(s->park_note),
-                     "off: too little memory is available for it: give --park SIZE to have it");
+                     "off: too little memory is available for it%s: give --park SIZE to have it",
+                     s->budget.limit_bytes ? " (--memory-budget)" : "");
             return 0;
         }
     } else {
@@ -158,6 +161,17 @@ void exd_start_show_park(struct exd_daemon *d)
     shm_counter_set(&c->park_wrong, now.wrong);
 }
 
+/* Where everything is, for other instances and for expertctl evict. */
+static void settle(struct exd_start *s)
+{
+    struct exd_arena_info info;
+    struct exd_park_stats park = {0};
+    exd_arena_info(s->arena, &info);
+    if (s->park)
+        exd_park_stats(s->park, &park);
+    exd_budget_settle(&s->budget, info.path, park.bytes);
+}
+
 static int open_all(struct exd_daemon *d)
 {
     struct exd_start *s = &d->start;
@@ -174,6 +188,10 @@ static int open_all(struct exd_daemon *d)
     rc = exd_plan_make(s->model, &s->plan, &s->error);
     if (rc < 0)
         return rc;
+    rc = exd_budget_claim(&d->paths, o->memory_budget, s->plan->total_bytes, o->park_bytes, o->park_auto,
+                          &s->budget, &s->error);
+    if (rc < 0)
+        return rc;
     struct exd_arena_config arena = {.instance = d->paths.instance,
                                      .instance_dir = d->paths.dir,
                                      .arena_dir = o->arena_dir,
@@ -187,6 +205,8 @@ static int open_all(struct exd_daemon *d)
         return rc;
     arena.pin_later = exd_device_gpus(s->device) > 0;
     rc = exd_arena_open(&arena, s->plan, &s->arena, &s->error);
+    if (rc == -ENOMEM || rc == -ENOSPC)
+        exd_budget_explain(&d->paths, &s->error);
     if (rc < 0)
         return rc;
     if (arena.pin_later) {
@@ -204,6 +224,7 @@ static int open_all(struct exd_daemon *d)
             return rc;
     }
     rc = open_park(d);
+    settle(s);
     if (rc < 0 || exd_arena_complete(s->arena))
         return rc;
     struct exd_loader_config loader = {.model = s->model,
@@ -280,5 +301,6 @@ void exd_start_destroy(struct exd_start *s, bool keep)
     exd_device_close(&s->device);   /* unregisters: before the arena is unmapped */
     exd_park_close(&s->park);       /* before its directory goes */
     exd_arena_close(&s->arena, keep);
+    exd_budget_release(&s->budget);
     exd_start_loaded(s);
 }

@@ -134,6 +134,10 @@ void ctl_json_print(json_t *value);
 /* Recomputes every checksum of the arena; names the first bad tensor or expert. */
 int ctl_verify(const struct ctl_snapshot *snapshot, const struct ctl_options *options);
 
+/* Drops the arena that an instance keeps; of one that runs only when it was drained and has no workers, which
+ * ends it. Returns an exit status. */
+int ctl_evict(const struct ctl_options *options, struct shm_error *err);
+
 /* Changes what is given of a live worker's settings from its next stream on, prints all of them. */
 int ctl_configure(struct prt_client *client, const struct ctl_options *options, struct shm_error *err);
 

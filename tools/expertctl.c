@@ -56,6 +56,7 @@ static const struct command commands[] = {
     {"drain", NULL, call_drain, false},
     {"stop", NULL, call_stop, false},
     {"doctor", NULL, NULL, true},
+    {"evict", NULL, NULL, true},
 };
 
 static const char doc[] =
@@ -74,6 +75,7 @@ static const char doc[] =
     "  configure  settings of a live worker, from its next stream on\n"
     "  drain      no new streams and sessions from now on\n"
     "  stop       drain, then end expertd; returns when it has ended\n"
+    "  evict      give back the memory of the arena that a stopped or drained INSTANCE keeps\n"
     "\n"
     "'workers drain' has servers (inferd serve) finish what they accepted and answer 503 to the rest. "
     "'workers "
@@ -89,7 +91,7 @@ static const char doc[] =
     "wrote, or what a dead expertd left (events.before in the instance's directory); without it the rings of "
     "the instance are read. 'trace chunks' is the same as 'trace' alone.\n"
     "\n"
-    "All but these and the last three only look at shared memory, read-only: they work while "
+    "All but these and the last four only look at shared memory, read-only: they work while "
     "expertd is stopped by SIGSTOP and "
     "disturb no stream. Exit status: 0 as it should be, 1 a problem was seen, 2 can't "
     "attach, 3 another layout or "
@@ -294,6 +296,8 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         p->options.all = true;
         return 0;
     case ARGP_KEY_ARG:
+        if (p->command && strcmp(p->command->name, "evict") == 0 && state->arg_num == 1)
+            return p->options.instance = arg, 0;
         if (p->command && p->command->show == ctl_show_workers)
             return parse_worker(p, arg, state);
         if (p->command && p->command->show == ctl_show_trace)
@@ -421,6 +425,10 @@ int main(int argc, char **argv)
     int status;
     if (strcmp(p.command->name, "doctor") == 0) {
         status = ctl_doctor(&p.options, &err);
+    } else if (strcmp(p.command->name, "evict") == 0) {
+        if (!p.options.instance)
+            shm_error_set(&err, EINVAL, "evict: which instance? Name it: expertctl evict INSTANCE");
+        status = err.code ? CTL_EXIT_ATTACH : ctl_evict(&p.options, &err);
     } else if (p.options.worker_action) {
         status = workers(&p, &err);
     } else if (p.options.trace_action) {

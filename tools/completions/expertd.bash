@@ -37,7 +37,7 @@ _expertd_complete() {
     local common="-? --help --usage -V --version" commands= options=
     case $program in
     expertd)
-        options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --park --device --stream --depth --floor
+        options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --park --memory-budget --device --stream --depth --floor
             --order --link-gbps --link-latency-us --batch --watchdog-ms --io --io-depth --trace --trace-file
             --drain-ms --log-level -q --quiet --ready-fd"
         ;;
@@ -61,7 +61,7 @@ _expertd_complete() {
         esac
         ;;
     expertctl)
-        commands="status workers rings trace counters metrics verify doctor configure drain stop"
+        commands="status workers rings trace counters metrics verify doctor configure drain stop evict"
         options="-i --instance --runtime-dir --json -w --watch -p --worker -n --count --seconds --list --detail -o --output
             --listen --deadline -m --model --arena-dir -a --all --session --stream --order --depth --floor --link-gbps
             --link-latency-us"
@@ -114,6 +114,8 @@ _expertd_complete() {
             _expertd_words "chunks show record export" "$cur"
         elif [[ $program == expertctl && $prev =~ ^(show|record|export)$ ]]; then
             _expertd_files -f "$cur"
+        elif [[ $program == expertctl && $prev == evict ]]; then
+            _expertd_words "$(_expertd_instances 2>/dev/null)" "$cur"
         elif ((COMP_CWORD == 1)) || [[ $program == expertctl ]]; then
             _expertd_words "$commands" "$cur"
         fi

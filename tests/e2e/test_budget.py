@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT
+"""Several instances under one memory budget; evict."""
+import json
+import pathlib
+
+from conftest import Chat, SLOW
+
+
+def arena(world, instance):
+    return world.arena / instance / instance / "arena"
+
+
+def evict(world, instance, status, words=()):
+    r = world.ctl("evict", instance, check=False)
+    assert r.returncode == status, r.stdout + r.stderr
+    text = r.stdout if status == 0 else r.stderr
+    for word in words:
+        assert word in text, text
+    assert len(text.splitlines()) == 1
+    return text
+
+
+def test_an_instance_that_does_not_fit_is_refused_with_numbers(world):
+    a = world.expertd("--park", "off", instance="a")
+    size = world.status("a")["arena"]["bytes"]
+    world.ctl("stop", instance="a")
+    assert a.wait() == 0 and arena(world, "a").stat().st_size == size
+    budget = size + size // 2
+    b = world.expertd("--memory-budget", budget, instance="b", wait=False)
+    assert b.wait() == 1
+    for words in ("--memory-budget: the model needs", f"a {size / 2**20:.1f} MiB (kept)", "expertctl evict"):
+        assert words in b.text(), b.text()
+    assert not arena(world, "b").exists()
+    # the same instance again is no second one: it adopts what it has
+    a = world.expertd("--park", "off", "--memory-budget", budget, instance="a")
+    assert world.status("a")["adopted"]
+    b = world.expertd("--memory-budget", budget, instance="b", wait=False)
+    assert b.wait() == 1 and "MiB (runs)" in b.text(), b.text()
+    world.ctl("stop", instance="a")
+    assert a.wait() == 0
+    evict(world, "a", 0, [f"{size / 2**20:.1f} MiB given back", str(arena(world, "a"))])
+    assert list((world.arena / "a").iterdir()) == []
+    evict(world, "a", 1, ["holds no arena"])
+    world.expertd("--memory-budget", budget, instance="b")
+    # what the budget leaves: an eighth is too little for a park
+    assert world.status("b")["park"]["bytes"] == 0 and "--memory-budget" in world.status("b")["park"]["note"]
+    world.expertd("--memory-budget", size * 2 + 2**30, instance="c")
+    assert 2**20 <= world.status("c")["park"]["bytes"] <= 2**27
+
+
+def test_evict_leaves_alone_what_is_in_use(world):
+    d = world.expertd()
+    evict(world, "default", 1, ["takes workers", "drain"])
+    chat = Chat(world, "--temperature", "0", "-n", "2")
+    chat.ask("Hello.")
+    evict(world, "default", 1, ["1 workers use", str(chat.process.pid)])
+    d.kill()  # the worker stays, and has the arena mapped
+    d.wait()
+    evict(world, "default", 1, ["still have the arena", f"{chat.process.pid} (inferd)"])
+    assert arena(world, "default").exists()
+    chat.end()
+    d = world.expertd()
+    assert world.status()["adopted"]
+    world.ctl("drain")
+    r = world.ctl("evict", "default", "--json")  # drained, and nobody is attached: expertd ends
+    out = json.loads(r.stdout)
+    assert d.wait(60 * SLOW) == 0
+    assert out["evict"] and out["bytes"] > 0 and pathlib.Path(out["path"]) == arena(world, "default")
+    assert list((world.arena / "default").iterdir()) == []
+    evict(world, "nobody", 2)
