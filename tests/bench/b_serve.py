@@ -7,11 +7,13 @@
     turn      a follow-up turn behind a long first one
     restart   kill -9 of the server: time to the first token of the next one, a new prompt and the long conversation
     two       the same load on one server and on two that share the experts
+    fair      two servers that read prompts at the same time: what each gets
 
 Each part starts the servers it needs below one expertd of its own, and ends them. On a GPU: --device cuda and a model of
 mkmodel --preset=qwen3-30b-a3b (its template is none of the known: --chat-template chatml). Exit status 1 when a request
 failed. Needs nothing but the standard library."""
 import argparse
+import concurrent.futures
 import http.client
 import json
 import pathlib
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 
-PARTS = ["load", "together", "turn", "restart", "two"]
+PARTS = ["load", "together", "turn", "restart", "two", "fair"]
 
 
 def options():
@@ -277,6 +279,19 @@ def two(h, o):
             spread(both["generated_ratio"]), ms(one["ttft_ms"]), ms(both["ttft_ms"]))
     a.end()
     b.end()
+
+
+def fair(h, o):
+    servers = [h.serve("--parallel", "4"), h.serve("--parallel", "4")]
+    print("\n### Two servers that read at the same time\n")
+    head("prompts", "prompt tokens/s: first", "second", "ratio")
+    n, tokens = 24, 1100
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda s: h.bench([[s]], "--conversations", 2, "--count", n, "--prompt-tokens", tokens, "--max-tokens", 1), servers))
+    a, b = (x[0]["servers"][0]["prompt_tokens_per_s"]["median"] for x in got)
+    row(f"{n} of {tokens} each, two at once", f"{a:.0f}", f"{b:.0f}", f"{a / b:.3f}")
+    for s in servers:
+        s.end()
 
 
 def main():
