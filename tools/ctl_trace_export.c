@@ -64,6 +64,8 @@ static bool args(struct export *x, const struct trace_source *s, const struct sh
         fprintf(x->f, "%s\"%s\":", comma ? "," : "", f->name);
         if (word)
             fprintf(x->f, "\"%s\"", word);
+        else if (value >> 53) /* more than a viewer's numbers hold */
+            fprintf(x->f, "\"%" PRIu64 "\"", value);
         else
             fprintf(x->f, "%" PRIu64, value);
         comma = true;
