@@ -315,11 +315,15 @@ static void print_summary(const struct trace *t, const struct ctl_options *o)
         older += t->track[i].older;
         lost += t->track[i].lost;
     }
-    if (o->json)
-        printf("{\"file\": \"recorded\", \"events\": %" PRIu64 ", \"rings\": %u, \"older\": %" PRIu64
-               ", \"lost\": %" PRIu64 "}\n",
-               events, t->tracks, older, lost);
-    else
+    if (o->json) {
+        json_t *summary = json_object();
+        json_object_set_new(summary, "file", ctl_json_text(o->trace_file, strlen(o->trace_file)));
+        json_object_set_new(summary, "events", json_integer((json_int_t)events));
+        json_object_set_new(summary, "rings", json_integer(t->tracks));
+        json_object_set_new(summary, "older", json_integer((json_int_t)older));
+        json_object_set_new(summary, "lost", json_integer((json_int_t)lost));
+        ctl_json_print(summary);
+    } else
         printf("recorded %" PRIu64 " events of %u rings, lost %" PRIu64 "; %" PRIu64
                " older ones were written over before\n",
                events, t->tracks, lost, older);

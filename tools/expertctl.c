@@ -312,6 +312,9 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         if (p->options.trace_action && strcmp(p->options.trace_action, "record") == 0 &&
             !p->options.trace_file)
             argp_error(state, "trace record: a file is missing");
+        if (p->options.trace_action && p->options.watch_s > 0)
+            argp_error(state, "trace %s: --watch does not go with it; record follows what comes",
+                       p->options.trace_action);
         return 0;
     case ARGP_KEY_NO_ARGS:
         argp_error(state, "a command is missing");
