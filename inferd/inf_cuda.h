@@ -80,7 +80,6 @@ struct inf_cuda {
     struct inf_cuda_act act;
     struct krn_cu_kv *kv;   /* [layers], of all blocks, f16; NULL until opened */
     krn_cuda_ptr kv_memory; /* of each layer keys, then values; of each KV head block after block */
-    uint8_t *kv_stage;      /* pinned, of a block; NULL until wanted */
     krn_cuda_ptr table[INF_SPANS_MAX]; /* of the pass's spans, in act.map */
     struct krn_cu_rows rows;           /* of the pass, where its tokens are generated */
     krn_cuda_ptr memory;
@@ -142,6 +141,8 @@ void inf_cuda_kv_close(struct inf_device *d);
 int inf_cuda_kv_copy(struct inf_device *d, uint32_t from, uint32_t to, struct shm_error *err);
 int inf_cuda_kv_read(struct inf_device *d, uint32_t block, void *to, struct shm_error *err);
 int inf_cuda_kv_write(struct inf_device *d, uint32_t block, const void *from, struct shm_error *err);
+int inf_cuda_stage_open(struct inf_device *d, uint64_t bytes, void **ret_memory, struct shm_error *err);
+void inf_cuda_stage_close(struct inf_device *d, void *memory);
 
 /* inf_cuda_profile.c: what the GPU does when, by an event behind each step. begin: a pass; stamp: all that
  * was enqueued since the last stamp is `step`; collect: the pass has ended, its times are added to the

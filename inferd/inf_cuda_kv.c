@@ -23,9 +23,36 @@ static uint64_t piece_bytes(const struct inf_cuda *c)
     return (uint64_t)INF_KV_BLOCK * c->model->shape.head_dim * 2;
 }
 
-static krn_cuda_ptr piece_of(const struct inf_cuda *c, uint32_t block, uint32_t i)
+/* One side of a copy of a block: a piece a row. */
+struct side {
+    uint32_t type;
+    uint64_t at, pitch;
+};
+
+static struct side in_pool(const struct inf_cuda *c, uint32_t block)
 {
-    return c->kv_memory + ((uint64_t)i * (c->kv->ctx / INF_KV_BLOCK) + block) * piece_bytes(c);
+    return (struct side){KRN_CUDA_MEMORY_DEVICE, c->kv_memory + block * piece_bytes(c),
+                         c->kv->ctx / INF_KV_BLOCK * piece_bytes(c)};
+}
+
+static struct side in_host(const struct inf_cuda *c, const void *at)
+{
+    return (struct side){KRN_CUDA_MEMORY_HOST, (uint64_t)(uintptr_t)at, piece_bytes(c)};
+}
+
+static int copy(struct inf_cuda *c, struct side from, struct side to)
+{
+    const struct krn_cuda_copy_2d copy = {.source_type = from.type,
+                                          .source_host = (const void *)(uintptr_t)from.at,
+                                          .source_device = from.at,
+                                          .source_pitch = from.pitch,
+                                          .target_type = to.type,
+                                          .target_host = (void *)(uintptr_t)to.at,
+                                          .target_device = to.at,
+                                          .target_pitch = to.pitch,
+                                          .bytes = piece_bytes(c),
+                                          .rows = pieces_of(c)};
+    return KRN_CUDA(copy_2d_async, &copy, c->stream);
 }
 
 int inf_cuda_kv_open(struct inf_device *d, uint32_t tokens, struct shm_error *err)
@@ -71,27 +98,10 @@ void inf_cuda_kv_close(struct inf_device *d)
             krn_cuda.stream_synchronize(c->stream);
         if (c->kv_memory)
             krn_cuda.mem_free(c->kv_memory);
-        if (c->kv_stage)
-            krn_cuda.host_free(c->kv_stage);
     }
     free(c->kv);
     c->kv_memory = 0;
-    c->kv_stage = NULL;
     c->kv = NULL;
-}
-
-/* As inf_cuda_begin, and there is a stage. */
-static int begin_staged(struct inf_cuda *c, struct shm_error *err)
-{
-    void *memory;
-    int rc = inf_cuda_begin(c, err);
-    if (rc || c->kv_stage)
-        return rc;
-    rc = KRN_CUDA(host_alloc, &memory, c->base.kv_block_bytes, KRN_CUDA_HOST_PORTABLE);
-    if (rc)
-        return krn_cuda_explain(rc, "pinned memory of a block of keys and values", err);
-    c->kv_stage = memory;
-    return 0;
 }
 
 int inf_cuda_kv_copy(struct inf_device *d, uint32_t from, uint32_t to, struct shm_error *err)
@@ -100,37 +110,48 @@ int inf_cuda_kv_copy(struct inf_device *d, uint32_t from, uint32_t to, struct sh
     int rc = inf_cuda_begin(c, err);
     if (rc)
         return rc;
-    for (uint32_t i = 0; i < pieces_of(c) && !rc; i++)
-        rc = KRN_CUDA(copy_device_async, piece_of(c, to, i), piece_of(c, from, i), piece_bytes(c), c->stream);
+    rc = copy(c, in_pool(c, from), in_pool(c, to));
     return rc ? inf_cuda_failed(c, rc, err) : 0;
+}
+
+static int copy_and_wait(struct inf_cuda *c, struct side from, struct side to, struct shm_error *err)
+{
+    int rc = inf_cuda_begin(c, err);
+    if (rc)
+        return rc;
+    if ((rc = copy(c, from, to)) || (rc = KRN_CUDA(stream_synchronize, c->stream)))
+        return inf_cuda_failed(c, rc, err);
+    return 0;
 }
 
 int inf_cuda_kv_read(struct inf_device *d, uint32_t block, void *to, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = begin_staged(c, err);
-    if (rc)
-        return rc;
-    for (uint32_t i = 0; i < pieces_of(c) && !rc; i++)
-        rc = KRN_CUDA(copy_out_async, c->kv_stage + i * piece_bytes(c), piece_of(c, block, i), piece_bytes(c),
-                      c->stream);
-    if (rc || (rc = KRN_CUDA(stream_synchronize, c->stream)))
-        return inf_cuda_failed(c, rc, err);
-    memcpy(to, c->kv_stage, c->base.kv_block_bytes);
-    return 0;
+    return copy_and_wait(c, in_pool(c, block), in_host(c, to), err);
 }
 
 int inf_cuda_kv_write(struct inf_device *d, uint32_t block, const void *from, struct shm_error *err)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    int rc = begin_staged(c, err);
+    return copy_and_wait(c, in_host(c, from), in_pool(c, block), err);
+}
+
+int inf_cuda_stage_open(struct inf_device *d, uint64_t bytes, void **ret_memory, struct shm_error *err)
+{
+    struct inf_cuda *c = inf_cuda_of(d);
+    void *memory;
+    int rc = inf_cuda_begin(c, err);
     if (rc)
         return rc;
-    memcpy(c->kv_stage, from, c->base.kv_block_bytes);
-    for (uint32_t i = 0; i < pieces_of(c) && !rc; i++)
-        rc = KRN_CUDA(copy_in_async, piece_of(c, block, i), c->kv_stage + i * piece_bytes(c), piece_bytes(c),
-                      c->stream);
-    if (rc || (rc = KRN_CUDA(stream_synchronize, c->stream)))
-        return inf_cuda_failed(c, rc, err);
+    rc = KRN_CUDA(host_alloc, &memory, bytes, KRN_CUDA_HOST_PORTABLE);
+    if (rc)
+        return krn_cuda_explain(rc, "pinned memory of a block of keys and values", err);
+    *ret_memory = memory;
     return 0;
+}
+
+void inf_cuda_stage_close(struct inf_device *d, void *memory)
+{
+    if (krn_cuda_enter(inf_cuda_of(d)->gpu) == 0)
+        krn_cuda.host_free(memory);
 }

@@ -131,6 +131,9 @@ struct inf_device_ops {
     /* A block's contents as kv_block_bytes bytes, in the form that kv_layout names. Between passes; wait. */
     int (*kv_read)(struct inf_device *d, uint32_t block, void *to, struct shm_error *err);
     int (*kv_write)(struct inf_device *d, uint32_t block, const void *from, struct shm_error *err);
+    /* Memory that kv_read and kv_write are fastest with; closed before the device is. NULL: any is. */
+    int (*stage_open)(struct inf_device *d, uint64_t bytes, void **ret_memory, struct shm_error *err);
+    void (*stage_close)(struct inf_device *d, void *memory);
 
     /* Steps. */
     int (*embed)(struct inf_device *d, const struct inf_pass *p, struct shm_error *err);

@@ -219,13 +219,10 @@ static int host_kv_open(struct inf_device *d, uint32_t tokens, struct shm_error 
     return 0;
 }
 
-/* The i-th piece of a block: of a layer, keys or values, and a KV head; in this order. */
+/* The i-th piece of a block: of a layer, keys or values, and a KV head; in this order, as in memory. */
 static float *piece_of(const struct host *h, uint32_t block, uint32_t i)
 {
-    const struct krn_kv *kv = &h->kv[i / (2 * h->kv->kv_heads)];
-    const uint32_t head = i % kv->kv_heads;
-    return (i / kv->kv_heads % 2 ? kv->v : kv->k) +
-           ((size_t)head * kv->ctx + (size_t)block * INF_KV_BLOCK) * kv->head_dim;
+    return (float *)h->kv_memory + ((size_t)i * h->kv->ctx + (size_t)block * INF_KV_BLOCK) * h->kv->head_dim;
 }
 
 static uint32_t pieces_of(const struct host *h)

@@ -22,7 +22,7 @@ struct inf_park {
     uint8_t *base;
     uint64_t bytes, slot_bytes;
     uint32_t slots, batch;
-    uint8_t *copy; /* [SHM_PARK_HEAD_BYTES + block_bytes] ours alone */
+    uint8_t *copy; /* [SHM_PARK_HEAD_BYTES + block_bytes] ours alone, a stage of the device */
     uint64_t copy_bytes;
 };
 
@@ -74,11 +74,17 @@ void inf_park_key(const uint64_t *parent, const int32_t *ids, uint32_t tokens, u
 
 _Static_assert(INF_KV_BLOCK == SHM_PARK_TOKENS, "a slot holds a block");
 
-/* Which program computed the keys and values: another one may have other kernels. */
+/* Which program computed the keys and values: another one may have other kernels. The file is read once in a
+ * process's life, which it is one program in. */
 static int name_build(char *text, size_t bytes)
 {
+    static char name[64];
     XXH128_hash_t h = {0};
     struct stat st;
+    if (name[0]) {
+        snprintf(text, bytes, "%s", name);
+        return 0;
+    }
     int fd = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
     int rc = fd < 0 || fstat(fd, &st) < 0 ? -errno : 0;
     if (!rc) {
@@ -92,9 +98,12 @@ static int name_build(char *text, size_t bytes)
     }
     if (fd >= 0)
         close(fd);
-    snprintf(text, bytes, "%.20s %016llx%016llx", EXPERTD_VERSION, (unsigned long long)h.high64,
+    if (rc)
+        return rc;
+    snprintf(name, sizeof name, "%.20s %016llx%016llx", EXPERTD_VERSION, (unsigned long long)h.high64,
              (unsigned long long)h.low64);
-    return rc;
+    snprintf(text, bytes, "%s", name);
+    return 0;
 }
 
 /* Which kind of processor did: the kernels differ. The number of threads, of the GPU and of the driver don't
@@ -107,6 +116,22 @@ static void name_layout(const struct inf_device *d, bool exact, char *text, size
     end = strstr(from, ", driver");
     uint64_t hash = XXH3_64bits(from, end ? (size_t)(end - from) : strlen(from));
     snprintf(text, bytes, "%.31s %016llx%s", d->kv_layout, (unsigned long long)hash, exact ? " exact" : "");
+}
+
+static int stage_open(struct inf_device *d, uint64_t bytes, void **ret_memory, struct shm_error *err)
+{
+    if (d->ops->stage_open)
+        return d->ops->stage_open(d, bytes, ret_memory, err);
+    *ret_memory = malloc(bytes);
+    return *ret_memory ? 0 : shm_error_set(err, ENOMEM, "park: no memory for a block's copy; free some");
+}
+
+static void stage_close(struct inf_device *d, void *memory)
+{
+    if (memory && d->ops->stage_close)
+        d->ops->stage_close(d, memory);
+    else
+        free(memory);
 }
 
 int inf_park_open(const struct inf_park_config *c, struct inf_park **ret_park, struct shm_error *err)
@@ -129,15 +154,14 @@ int inf_park_open(const struct inf_park_config *c, struct inf_park **ret_park, s
         return shm_error_set(err, EBADMSG, "park: expertd's slots of %llu bytes do not fit blocks of %llu",
                              (unsigned long long)reply.slot_bytes, (unsigned long long)request.block_bytes);
     struct inf_park *p = calloc(1, sizeof *p);
-    uint8_t *copy = malloc(SHM_PARK_HEAD_BYTES + request.block_bytes);
-    void *base = NULL;
+    void *base = NULL, *copy = NULL;
     uint64_t bytes = 0;
-    if (!p || !copy)
-        rc = shm_error_set(err, ENOMEM, "park: no memory for a block's copy; free some");
-    else
+    rc = p ? stage_open(c->device, SHM_PARK_HEAD_BYTES + request.block_bytes, &copy, err)
+           : shm_error_set(err, ENOMEM, "park: no memory: free some");
+    if (!rc)
         rc = prt_file_map_path(reply.park_path, reply.park_bytes, true, &base, &bytes, err);
     if (rc) {
-        free(copy);
+        stage_close(c->device, copy);
         free(p);
         return rc;
     }
@@ -163,7 +187,7 @@ void inf_park_close(struct inf_park **park)
     if (!p)
         return;
     munmap(p->base, p->bytes);
-    free(p->copy);
+    stage_close(p->device, p->copy);
     free(p);
     *park = NULL;
 }

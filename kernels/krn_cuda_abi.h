@@ -59,6 +59,27 @@ struct krn_cuda_launch {
 };
 _Static_assert(sizeof(struct krn_cuda_launch) == 56, "driver's layout");
 
+/* Rows of one length at even distances, on each side. */
+struct krn_cuda_copy_2d {
+    size_t source_x, source_y;
+    uint32_t source_type, pad0; /* KRN_CUDA_MEMORY_* */
+    const void *source_host;
+    krn_cuda_ptr source_device;
+    void *source_array;
+    size_t source_pitch;
+    size_t target_x, target_y;
+    uint32_t target_type, pad1;
+    void *target_host;
+    krn_cuda_ptr target_device;
+    void *target_array;
+    size_t target_pitch;
+    size_t bytes, rows; /* of a row; how many */
+};
+_Static_assert(sizeof(struct krn_cuda_copy_2d) == 128, "driver's layout");
+
+#define KRN_CUDA_MEMORY_HOST   1u
+#define KRN_CUDA_MEMORY_DEVICE 2u
+
 /* The kernel may start while the one before it runs; it waits for that one itself. */
 #define KRN_CUDA_LAUNCH_OVERLAP 6u
 
@@ -187,6 +208,8 @@ _Static_assert(sizeof(struct krn_cuda_launch) == 56, "driver's layout");
       (void *target, krn_cuda_ptr source, size_t bytes, void *stream))                                       \
     X(copy_device_async, cuMemcpyDtoDAsync, 3020, KRN_CUDA_REQUIRED,                                         \
       (krn_cuda_ptr target, krn_cuda_ptr source, size_t bytes, void *stream))                                \
+    X(copy_2d_async, cuMemcpy2DAsync, 3020, KRN_CUDA_REQUIRED,                                               \
+      (const struct krn_cuda_copy_2d *copy, void *stream))                                                   \
     X(memset_8_async, cuMemsetD8Async, 3020, KRN_CUDA_REQUIRED,                                              \
       (krn_cuda_ptr target, unsigned char value, size_t bytes, void *stream))                                \
     X(module_load, cuModuleLoadData, 2000, KRN_CUDA_REQUIRED, (void **ret_module, const void *image))        \

@@ -285,6 +285,28 @@ int fake_copy_device_async(krn_cuda_ptr target, krn_cuda_ptr source, size_t byte
     return enqueue(stream, (struct op){.kind = OP_COPY, .target = target, .source = source, .bytes = bytes});
 }
 
+int fake_copy_2d_async(const struct krn_cuda_copy_2d *c, void *stream)
+{
+    const bool in = c->source_type == KRN_CUDA_MEMORY_HOST, out = c->target_type == KRN_CUDA_MEMORY_HOST;
+    const uint64_t from = in ? (uint64_t)(uintptr_t)c->source_host : c->source_device,
+                   to = out ? (uint64_t)(uintptr_t)c->target_host : c->target_device;
+    int rc = fake_fails("cuMemcpy2DAsync");
+    fake_note("cuMemcpy2DAsync", fake_stream_number(stream), "%zu %zu", c->bytes, c->rows);
+    if (c->source_x || c->source_y || c->target_x || c->target_y || c->source_pitch < c->bytes ||
+        c->target_pitch < c->bytes)
+        return KRN_CUDA_INVALID_VALUE;
+    for (size_t i = 0; i < c->rows && !rc; i++) {
+        const uint64_t source = from + i * c->source_pitch, target = to + i * c->target_pitch;
+        if ((!in && !fake_inside(source, c->bytes, FAKE_DEVICE)) ||
+            (!out && !fake_inside(target, c->bytes, FAKE_DEVICE)))
+            rc = KRN_CUDA_INVALID_VALUE;
+        else
+            rc = enqueue(stream,
+                         (struct op){.kind = OP_COPY, .target = target, .source = source, .bytes = c->bytes});
+    }
+    return rc;
+}
+
 int fake_memset_8_async(krn_cuda_ptr target, unsigned char value, size_t bytes, void *stream)
 {
     fake_note("cuMemsetD8Async", fake_stream_number(stream), "%zu", bytes);

@@ -38,6 +38,26 @@ SAME(offsetof(struct krn_cuda_launch, stream), offsetof(CUlaunchConfig, hStream)
 SAME(offsetof(struct krn_cuda_launch, attrs), offsetof(CUlaunchConfig, attrs));
 SAME(offsetof(struct krn_cuda_launch, attr_count), offsetof(CUlaunchConfig, numAttrs));
 
+SAME(sizeof(struct krn_cuda_copy_2d), sizeof(CUDA_MEMCPY2D));
+SAME(offsetof(struct krn_cuda_copy_2d, source_x), offsetof(CUDA_MEMCPY2D, srcXInBytes));
+SAME(offsetof(struct krn_cuda_copy_2d, source_y), offsetof(CUDA_MEMCPY2D, srcY));
+SAME(offsetof(struct krn_cuda_copy_2d, source_type), offsetof(CUDA_MEMCPY2D, srcMemoryType));
+SAME(offsetof(struct krn_cuda_copy_2d, source_host), offsetof(CUDA_MEMCPY2D, srcHost));
+SAME(offsetof(struct krn_cuda_copy_2d, source_device), offsetof(CUDA_MEMCPY2D, srcDevice));
+SAME(offsetof(struct krn_cuda_copy_2d, source_array), offsetof(CUDA_MEMCPY2D, srcArray));
+SAME(offsetof(struct krn_cuda_copy_2d, source_pitch), offsetof(CUDA_MEMCPY2D, srcPitch));
+SAME(offsetof(struct krn_cuda_copy_2d, target_x), offsetof(CUDA_MEMCPY2D, dstXInBytes));
+SAME(offsetof(struct krn_cuda_copy_2d, target_y), offsetof(CUDA_MEMCPY2D, dstY));
+SAME(offsetof(struct krn_cuda_copy_2d, target_type), offsetof(CUDA_MEMCPY2D, dstMemoryType));
+SAME(offsetof(struct krn_cuda_copy_2d, target_host), offsetof(CUDA_MEMCPY2D, dstHost));
+SAME(offsetof(struct krn_cuda_copy_2d, target_device), offsetof(CUDA_MEMCPY2D, dstDevice));
+SAME(offsetof(struct krn_cuda_copy_2d, target_array), offsetof(CUDA_MEMCPY2D, dstArray));
+SAME(offsetof(struct krn_cuda_copy_2d, target_pitch), offsetof(CUDA_MEMCPY2D, dstPitch));
+SAME(offsetof(struct krn_cuda_copy_2d, bytes), offsetof(CUDA_MEMCPY2D, WidthInBytes));
+SAME(offsetof(struct krn_cuda_copy_2d, rows), offsetof(CUDA_MEMCPY2D, Height));
+
+SAME(KRN_CUDA_MEMORY_HOST, CU_MEMORYTYPE_HOST);
+SAME(KRN_CUDA_MEMORY_DEVICE, CU_MEMORYTYPE_DEVICE);
 SAME(KRN_CUDA_LAUNCH_OVERLAP, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 SAME(KRN_CUDA_TENSOR_F16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
 SAME(KRN_CUDA_TENSOR_SWIZZLE_128, CU_TENSOR_MAP_SWIZZLE_128B);
