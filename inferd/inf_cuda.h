@@ -119,6 +119,19 @@ int inf_cuda_begin(struct inf_cuda *c, struct shm_error *err);
 /* A driver's failure in a pass as one line; the device is unusable from then on. */
 int inf_cuda_failed(struct inf_cuda *c, int rc, struct shm_error *err);
 
+/* A step's operation on the stream, in a function with c, err and rc; the first failure ends that. */
+#define INF_CUDA_TRY(call)                                                                                   \
+    do {                                                                                                     \
+        if ((rc = (call)))                                                                                   \
+            return inf_cuda_failed(c, rc, err);                                                              \
+    } while (0)
+
+/* Where a layer's choices that are run are counted. */
+static inline krn_cuda_ptr inf_cuda_ran(const struct inf_cuda *c, uint32_t layer)
+{
+    return c->act.map + offsetof(struct inf_cuda_map, word) + layer * UINT64_C(4);
+}
+
 /* inf_cuda_wait.c. spend: n operations were enqueued; waits while too many are under way, so that the
  * driver's queue never fills (a call that blocks in the driver could not be ended). finish: waits for all of
  * them. Both end early as inf_stream_check and the pass's cancel flag say, by the watchdog, or on a device

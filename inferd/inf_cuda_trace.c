@@ -135,6 +135,8 @@ static int hash(struct inf_cuda *c, uint32_t layer, const char *name, krn_cuda_p
 
 int inf_cuda_trace_attention(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer)
 {
+    if (!c->trace)
+        return 0;
     const struct inf_cuda_act *a = &c->act;
     const struct krn_shape *s = &c->model->shape;
     const struct inf_pass_span *span = p->span; /* keys and values: of the first one */
@@ -156,8 +158,6 @@ int inf_cuda_trace_attention(struct inf_cuda *c, const struct inf_pass *p, uint3
                 {"attention", a->y16, p->tokens, q / 2, q / 2},
                 {"residual", a->x, p->tokens, s->hidden * UINT64_C(4), s->hidden * UINT64_C(4)}};
     int rc = 0;
-    if (!c->trace)
-        return 0;
     for (size_t i = 0; i < sizeof step / sizeof step[0] && !rc; i++)
         rc = hash(c, layer, step[i].name, step[i].at, step[i].rows, step[i].row_bytes, step[i].stride);
     return rc;
@@ -165,6 +165,8 @@ int inf_cuda_trace_attention(struct inf_cuda *c, const struct inf_pass *p, uint3
 
 int inf_cuda_trace_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_t layer, int part)
 {
+    if (!c->trace)
+        return 0;
     const struct inf_cuda_act *a = &c->act;
     const struct krn_shape *s = &c->model->shape;
     const uint64_t slots = (uint64_t)p->tokens * s->top_k, hidden = s->hidden * UINT64_C(4),
@@ -185,8 +187,6 @@ int inf_cuda_trace_experts(struct inf_cuda *c, const struct inf_pass *p, uint32_
                 {1, "down", a->out, slots, hidden},
                 {2, "residual behind experts", a->x, p->tokens, hidden}};
     int rc = 0;
-    if (!c->trace)
-        return 0;
     for (size_t i = 0; i < sizeof step / sizeof step[0] && !rc; i++)
         if (step[i].part == part)
             rc = hash(c, layer, step[i].name, step[i].at, step[i].rows, step[i].row_bytes, step[i].row_bytes);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_graph.h"
 
+#include "inferd/inf_head.h"
 #include "inferd/inf_kv.h"
 #include "inferd/inf_router.h"
 
@@ -290,48 +291,30 @@ int inf_graph_experts(struct inf_graph *g, const struct inf_pass *p, uint32_t la
     return 0;
 }
 
-/* Rows whose logits are made together: pieces of spans. */
-struct head {
-    struct run {
-        uint32_t span, position, rows;
-    } run[INF_LOGIT_ROWS];
-    uint32_t runs, rows;
-};
-
-static void make_logits(struct inf_graph *g, const struct inf_pass *p, struct head *h, uint64_t *at)
+static int head_add(void *ctx, uint32_t row, uint32_t rows, uint32_t at)
 {
-    if (!h->rows)
-        return;
-    krn_host_matmul(g->host, &g->model->head, g->normed, h->rows, g->logits);
-    lap(at, &g->times.head_ns);
-    const float *logits = g->logits;
-    for (uint32_t i = 0; p->on_logits && i < h->runs; i++) {
-        const struct run *r = &h->run[i];
-        p->on_logits(p->ctx, r->span, r->position, r->rows, logits);
-        logits += (size_t)r->rows * g->model->hparams.vocab;
-    }
-    *h = (struct head){0};
-    *at = shm_now_ns();
+    struct inf_graph *g = ctx;
+    const uint32_t hidden = g->model->shape.hidden;
+    uint64_t at_ns = shm_now_ns();
+    krn_host_rmsnorm(g->host, g->x + (size_t)row * hidden, g->model->output_norm, g->model->hparams.rms_eps,
+                     rows, hidden, g->normed + (size_t)at * hidden);
+    lap(&at_ns, &g->times.head_ns);
+    return 0;
+}
+
+static int head_make(void *ctx, uint32_t first, uint32_t rows, const float **ret_logits)
+{
+    struct inf_graph *g = ctx;
+    uint64_t at_ns = shm_now_ns();
+    (void)first;
+    krn_host_matmul(g->host, &g->model->head, g->normed, rows, g->logits);
+    lap(&at_ns, &g->times.head_ns);
+    *ret_logits = g->logits;
+    return 0;
 }
 
 void inf_graph_head(struct inf_graph *g, const struct inf_pass *p)
 {
-    const uint32_t hidden = g->model->shape.hidden;
-    struct head h = {0};
-    uint64_t at = shm_now_ns();
-    uint32_t first = 0; /* row of the span */
-    for (uint32_t i = 0; i < p->spans; first += p->span[i++].tokens) {
-        const struct inf_pass_span *s = &p->span[i];
-        for (uint32_t t = s->first_logit, rows; t < s->tokens; t += rows) {
-            const uint32_t room = INF_LOGIT_ROWS - h.rows;
-            rows = s->tokens - t < room ? s->tokens - t : room;
-            krn_host_rmsnorm(g->host, g->x + (size_t)(first + t) * hidden, g->model->output_norm,
-                             g->model->hparams.rms_eps, rows, hidden, g->normed + (size_t)h.rows * hidden);
-            h.run[h.runs++] = (struct run){i, s->position + t, rows};
-            h.rows += rows;
-            if (h.rows == INF_LOGIT_ROWS)
-                make_logits(g, p, &h, &at);
-        }
-    }
-    make_logits(g, p, &h, &at);
+    inf_head_walk(p, g->model->hparams.vocab, INF_LOGIT_ROWS, false,
+                  &(struct inf_head){.ctx = g, .add = head_add, .make = head_make});
 }

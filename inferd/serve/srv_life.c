@@ -14,62 +14,25 @@
 
 #define FIRST_FD 3 /* where a handed-over socket is: systemd's number */
 
-static char *cmdline(size_t *ret_n)
+int srv_life_note(struct srv_life *life, int argc, char **argv)
 {
-    size_t n = 0, cap = 4096;
-    char *text = malloc(cap);
-    int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
-    while (fd >= 0 && text) {
-        ssize_t got = read(fd, text + n, cap - n - 1);
-        if (got <= 0)
-            break;
-        n += (size_t)got;
-        if (cap - n < 2) {
-            char *more = realloc(text, cap *= 2);
-            if (!more) {
-                free(text);
-                text = NULL;
-                break;
-            }
-            text = more;
-        }
-    }
-    if (fd >= 0)
-        close(fd);
-    if (text)
-        text[n] = '\0';
-    *ret_n = n;
-    return text;
-}
-
-int srv_life_note(struct srv_life *life)
-{
-    size_t n, words = 0;
+    static char command[] = "serve";
     ssize_t got = readlink("/proc/self/exe", life->path, sizeof life->path - 1);
     if (got < 0)
         return -errno;
     life->path[got] = '\0';
-    life->text = cmdline(&n);
-    if (!life->text || !n) {
-        srv_life_clear(life);
+    life->argv = calloc((size_t)argc + 2, sizeof *life->argv);
+    if (!life->argv)
         return -ENOMEM;
-    }
-    for (size_t i = 0; i < n; i++)
-        words += !life->text[i];
-    life->argv = calloc(words + 2, sizeof *life->argv);
-    if (!life->argv) {
-        srv_life_clear(life);
-        return -ENOMEM;
-    }
-    size_t word = 0;
-    for (size_t at = 0; at < n; at += strlen(life->text + at) + 1)
-        life->argv[word++] = life->text + at;
+    life->argv[0] = life->path;
+    life->argv[1] = command;
+    for (int i = 1; i < argc; i++)
+        life->argv[i + 1] = argv[i];
     return 0;
 }
 
 void srv_life_clear(struct srv_life *life)
 {
-    free(life->text);
     free(life->argv);
     *life = (struct srv_life){0};
 }
@@ -77,7 +40,7 @@ void srv_life_clear(struct srv_life *life)
 int srv_life_check(const struct srv_life *life, struct shm_error *err)
 {
     if (!life->argv)
-        return shm_error_set(err, ENOENT, "restart: /proc/self was not readable at the start");
+        return shm_error_set(err, ENOENT, "restart: /proc/self/exe was not readable at the start");
     if (access(life->path, X_OK))
         return shm_error_set(err, errno, "restart: %.300s: %s: install it again", life->path,
                              strerror(errno));

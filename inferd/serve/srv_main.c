@@ -481,6 +481,8 @@ int inf_cmd_serve(int argc, char **argv)
 {
     struct serve v = {.state_fd = -1, .listen_fd = -1};
     struct shm_error err = {0};
+    if (srv_life_note(&v.life, argc, argv))
+        srv_life_clear(&v.life);
     inf_options_parse(
         argc, argv, INF_GROUP_ENGINE | INF_GROUP_SERVE,
         "Serves the model over HTTP: OpenAI's chat completions and completions, Anthropic's messages.", &v.o);
@@ -491,8 +493,6 @@ int inf_cmd_serve(int argc, char **argv)
     v.server.defaults = &v.o;
     v.server.start_ns = shm_now_ns();
     v.server.created = time(NULL);
-    if (srv_life_note(&v.life))
-        srv_life_clear(&v.life);
     int rc = open_parts(&v, &err);
     if (rc)
         v.status = fail(rc, &err);
