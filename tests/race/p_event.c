@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EVENTS 1000000u
+#define EVENTS 300000u
 
 static const uint32_t capacity = 256;
 static void *base;
