@@ -51,7 +51,8 @@ def test_everything_is_in_it(root):
     assert pages >= {f"{p}.{8 if p == 'expertd' else 1}.gz" for p in programs()} | {"expertd-counters.7.gz"}
     assert {f.name for f in (prefix / "lib/systemd/system").iterdir()} == {
         "expertd@.service", "inferd@.service", "inferd@.socket"}
-    assert (prefix / "lib/sysusers.d/expertd.conf").exists() and (place / "etc/expertd").is_dir()
+    assert all((prefix / f"lib/{d}.d/expertd.conf").exists() for d in ("sysusers", "tmpfiles"))
+    assert (place / "etc/expertd").is_dir()
     docs = prefix / "share/doc/expertd"
     # Every page of doc/ that git knows, and what README and SECURITY are.
     wanted = {f.name for f in (TOP / "doc").glob("*.md")} | {"README.md", "SECURITY.md", "copyright", "changelog.gz", "examples"}

@@ -101,7 +101,11 @@ def test_units_as_systemd_would_run_them(world, units):
         s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         with s, s.makefile("rb") as f:
             return f.read().split()[1]
-    options = dict(EXPERTD_MODEL=str(STORY), EXPERTD_OPTIONS=f"--arena-dir {world.arena}")
+    options = dict(EXPERTD_MODEL=str(STORY), EXPERTD_ARENA=str(world.arena))
+    # What the unit says is what tmpfiles.d makes, for the unit's user.
+    (user,) = values(expertd, "User")
+    tmpfiles = (UNITS / "expertd-tmpfiles.conf").read_text().splitlines()[-1].split()
+    assert f"EXPERTD_ARENA={tmpfiles[1]}" in values(expertd, "Environment") and tmpfiles[2:5] == ["0700", user, user]
     d = start(expertd, "default", **options)
     worker = start(inferd, str(port), listening.fileno(), INFERD_OPTIONS="--queue 64")
     assert health() == b"200"
