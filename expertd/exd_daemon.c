@@ -18,18 +18,11 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
-/* What an epoll event is about: a source, or a worker's pidfd with its session's number above it. */
-enum source { ON_SIGNAL, ON_TIMER, ON_CONTROL, ON_WAKE, ON_STARTED, ON_LOADED, ON_PEER, SOURCE_COUNT };
-#define SOURCE_BITS 8
-
 #define HEARTBEAT_NS  UINT64_C(1000000000)
 #define LOOK_BEATS    60
 #define LOOK_MAX_NS   UINT64_C(5000000)
 #define DRAIN_POLL_MS 10 /* how often busy issuers are looked at while draining */
-#define CLOSE_WAIT_NS                                                                                        \
-    UINT64_C(8000000000) /* of all sessions at the end; an issuer gives its link up after 5 s */
-
-static int watch(struct exd_daemon *d, int fd, uint64_t what, struct shm_error *err)
+int exd_daemon_watch(struct exd_daemon *d, int fd, uint64_t what, struct shm_error *err)
 {
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = what};
     if (epoll_ctl(d->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0)
@@ -46,14 +39,6 @@ void exd_daemon_set_state(struct exd_daemon *d, uint32_t state)
 {
     exd_store_set_state(d->store, state);
     exd_event_state(d->events, state);
-}
-
-uint32_t exd_daemon_busy(struct exd_daemon *d)
-{
-    uint32_t busy = 0;
-    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
-        busy += d->session[i] && exd_session_busy(d->session[i]);
-    return busy;
 }
 
 /* One line to whoever started us and waits, once. */
@@ -79,137 +64,6 @@ static void fail(struct exd_daemon *d, const struct shm_error *err)
     snprintf(line, sizeof(line), "error: %s", shm_error_text(err));
     tell_starter(d, line);
     d->exit_status = 1;
-}
-
-/* ---- sessions ---- */
-
-static void reap(struct exd_daemon *d)
-{
-    for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++)
-        if (d->closing[i] && exd_session_closed(d->closing[i]))
-            exd_session_free(&d->closing[i]);
-}
-
-void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *why)
-{
-    struct exd_session *s = d->session[index];
-    exd_store_clear_worker(d->store, index);
-    epoll_ctl(d->epoll_fd, EPOLL_CTL_DEL, exd_session_pidfd(s), NULL);
-    d->session[index] = NULL;
-    if (d->start.park) {
-        exd_park_leave(d->start.park, exd_session_number(s));
-        exd_start_show_park(d);
-    }
-    exd_session_close(s, why);
-    uint32_t free = 0;
-    while (d->closing[free]) /* there is one: exd_daemon_add_session */
-        free++;
-    d->closing[free] = s;
-}
-
-/* Attached sessions and those still being closed. */
-static uint32_t held(const struct exd_daemon *d)
-{
-    uint32_t n = 0;
-    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
-        n += d->session[i] != NULL;
-    for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++)
-        n += d->closing[i] != NULL;
-    return n;
-}
-
-int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request *request,
-                           struct exd_session **ret_session, struct shm_error *err)
-{
-    if (d->draining)
-        return shm_error_set(err, ESHUTDOWN, "expertd is ending: attach to the next one");
-    if (!d->serving)
-        return shm_error_set(err, EAGAIN,
-                             "expertd is still starting: attach when its state is loading or serving");
-    uint32_t index = 0;
-    while (index < SHM_STORE_WORKERS && d->session[index])
-        index++;
-    if (index == SHM_STORE_WORKERS)
-        return shm_error_set(err, EBUSY,
-                             "%u workers are attached, more do not fit: stop one, or use another instance",
-                             SHM_STORE_WORKERS);
-    if (held(d) >= EXD_CLOSING_MAX)
-        return shm_error_set(
-            err, EBUSY,
-            "too many sessions are still being closed, their links are slow: attach again in "
-            "a few seconds");
-    const struct exd_options *o = d->options;
-    struct exd_session_config config = {.arena = exd_arena_view(d->start.arena),
-                                        .device = d->start.device,
-                                        .stream = o->stream,
-                                        .link_gbps = o->link_gbps,
-                                        .link_latency_us = o->link_latency_us,
-                                        .watchdog_ns = o->watchdog_ns,
-                                        .batch = o->batch,
-                                        .trace = o->trace,
-                                        .trace_file = o->trace_file,
-                                        .events = d->events,
-                                        .wake_fd = d->wake_fd};
-    struct exd_session *session;
-    int rc = exd_session_open(&config, request, d->sessions + 1, &session, err);
-    if (rc < 0)
-        return rc;
-    rc = watch(d, exd_session_pidfd(session), (d->sessions + 1) << SOURCE_BITS | ON_PEER, err);
-    if (rc < 0) {
-        exd_session_free(&session);
-        return rc;
-    }
-    d->sessions++;
-    d->session[index] = session;
-    exd_store_set_worker(d->store, index, request, d->sessions, exd_session_name(session),
-                         exd_session_gpu(session));
-    shm_counter_add(&exd_store_segment(d->store)->counters.attaches, 1);
-    exd_event_attach(d->events, d->sessions, request->pid, request->ring);
-    exd_log(EXD_LOG_INFO, "worker %s (pid %u) attached: session %llu, ring of %u slots",
-            exd_session_name(session), request->pid, (unsigned long long)d->sessions, request->ring);
-    exd_mps_advise(d, index);
-    *ret_session = session;
-    return 0;
-}
-
-static void on_peer(struct exd_daemon *d, uint64_t number)
-{
-    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
-        if (d->session[i] && exd_session_number(d->session[i]) == number) {
-            exd_log(EXD_LOG_INFO, "worker %s (pid %d) has ended: session %llu closed",
-                    exd_session_name(d->session[i]), (int)exd_session_pid(d->session[i]),
-                    (unsigned long long)number);
-            shm_counter_add(&exd_store_segment(d->store)->counters.deaths, 1);
-            exd_event_death(d->events, number, (uint32_t)exd_session_pid(d->session[i]));
-            exd_daemon_close_session(d, i, NULL);
-            return;
-        }
-}
-
-static void on_wake(struct exd_daemon *d)
-{
-    uint64_t count;
-    ssize_t ignored = read(d->wake_fd, &count, sizeof(count));
-    (void)ignored;
-    reap(d);
-    struct shm_error line = {0};
-    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
-        if (d->session[i] && exd_session_faulted(d->session[i], &line)) {
-            exd_log(EXD_LOG_WARNING, "worker %s (pid %d) is detached: %s", exd_session_name(d->session[i]),
-                    (int)exd_session_pid(d->session[i]), line.text);
-            exd_store_detail(d->store, line.text);
-            shm_counter_add(&exd_store_segment(d->store)->counters.faults, 1);
-            exd_event_fault(d->events, exd_session_number(d->session[i]),
-                            (uint32_t)exd_session_pid(d->session[i]));
-            exd_daemon_close_session(d, i, line.text);
-        }
-}
-
-static void close_all(struct exd_daemon *d, bool busy_only, const char *why)
-{
-    for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++)
-        if (d->session[i] && (!busy_only || exd_session_busy(d->session[i])))
-            exd_daemon_close_session(d, i, why);
 }
 
 /* ---- start, load, end ---- */
@@ -285,7 +139,7 @@ static void on_started(struct exd_daemon *d)
         snprintf(s->reader, sizeof(s->reader), "%s", exd_loader_describe(d->start.loader));
     else
         snprintf(s->reader, sizeof(s->reader), "none: the arena was adopted");
-    if (d->start.loader && watch(d, exd_loader_fd(d->start.loader), ON_LOADED, &err) < 0) {
+    if (d->start.loader && exd_daemon_watch(d, exd_loader_fd(d->start.loader), EXD_ON_LOADED, &err) < 0) {
         fail(d, &err);
         d->stopping = d->draining = true;
         return;
@@ -317,7 +171,7 @@ static void on_loaded(struct exd_daemon *d)
         if (rc == -ECANCELED && d->draining)
             return;
         fail(d, &err);
-        close_all(d, false, shm_error_text(&err));
+        exd_roster_close(d, false, shm_error_text(&err));
         d->stopping = d->draining = true;
         return;
     }
@@ -363,7 +217,7 @@ static bool drained(struct exd_daemon *d)
     if (late && busy && !d->broken_off) {
         d->broken_off = true;
         exd_log(EXD_LOG_WARNING, "%u streams ran past the deadline and are broken off", busy);
-        close_all(d, true, "expertd ended its streams after the deadline: read again when it is back");
+        exd_roster_close(d, true, "expertd ended its streams after the deadline: read again when it is back");
     }
     return d->stopping && !d->start.running && (late || !busy);
 }
@@ -384,30 +238,30 @@ static void on_timer(struct exd_daemon *d)
 
 static void dispatch(struct exd_daemon *d, uint64_t what)
 {
-    switch ((enum source)(what & ((1u << SOURCE_BITS) - 1))) {
-    case ON_SIGNAL:
+    switch ((enum exd_source)(what & ((1u << EXD_SOURCE_BITS) - 1))) {
+    case EXD_ON_SIGNAL:
         on_signal(d);
         break;
-    case ON_TIMER:
+    case EXD_ON_TIMER:
         on_timer(d);
         look_at_memory(d);
         break;
-    case ON_CONTROL:
+    case EXD_ON_CONTROL:
         exd_control_handle(d);
         break;
-    case ON_WAKE:
-        on_wake(d);
+    case EXD_ON_WAKE:
+        exd_roster_look(d);
         break;
-    case ON_STARTED:
+    case EXD_ON_STARTED:
         on_started(d);
         break;
-    case ON_LOADED:
+    case EXD_ON_LOADED:
         on_loaded(d);
         break;
-    case ON_PEER:
-        on_peer(d, what >> SOURCE_BITS);
+    case EXD_ON_PEER:
+        exd_roster_ended(d, what >> EXD_SOURCE_BITS);
         break;
-    case SOURCE_COUNT:
+    case EXD_SOURCE_COUNT:
         break;
     }
 }
@@ -448,13 +302,13 @@ static int open_sources(struct exd_daemon *d, struct shm_error *err)
     const struct timespec every = {.tv_sec = (time_t)(beat_ns / 1000000000),
                                    .tv_nsec = (long)(beat_ns % 1000000000)};
     timerfd_settime(d->timer_fd, 0, &(struct itimerspec){every, every}, NULL);
-    int rc = watch(d, d->signal_fd, ON_SIGNAL, err);
+    int rc = exd_daemon_watch(d, d->signal_fd, EXD_ON_SIGNAL, err);
     if (rc == 0)
-        rc = watch(d, d->timer_fd, ON_TIMER, err);
+        rc = exd_daemon_watch(d, d->timer_fd, EXD_ON_TIMER, err);
     if (rc == 0)
-        rc = watch(d, d->wake_fd, ON_WAKE, err);
+        rc = exd_daemon_watch(d, d->wake_fd, EXD_ON_WAKE, err);
     if (rc == 0)
-        rc = watch(d, d->start.done_fd, ON_STARTED, err);
+        rc = exd_daemon_watch(d, d->start.done_fd, EXD_ON_STARTED, err);
     return rc;
 }
 
@@ -494,30 +348,10 @@ static int set_up(struct exd_daemon *d, struct shm_error *err)
     exd_event_state(d->events, SHM_STORE_STARTING);
     rc = prt_server_open(d->paths.socket, &d->server, err);
     if (rc == 0)
-        rc = watch(d, prt_server_fd(d->server), ON_CONTROL, err);
+        rc = exd_daemon_watch(d, prt_server_fd(d->server), EXD_ON_CONTROL, err);
     if (rc == 0)
         rc = exd_start_begin(d, err);
     return rc;
-}
-
-static void end_sessions(struct exd_daemon *d)
-{
-    close_all(d, false, "expertd has ended: attach to the next one");
-    uint64_t deadline_ns = shm_now_ns() + CLOSE_WAIT_NS;
-    for (uint32_t i = 0; i < EXD_CLOSING_MAX; i++) {
-        while (d->closing[i] && !exd_session_closed(d->closing[i]) && shm_now_ns() < deadline_ns)
-            usleep(500);
-        if (d->closing[i] && !exd_session_closed(d->closing[i])) {
-            exd_log(EXD_LOG_ERROR, "worker %s: its link does not stop: ending without it",
-                    exd_session_name(d->closing[i]));
-            d->exit_status = 1;
-            prt_server_close(&d->server);
-            exd_store_destroy(&d->store);
-            exd_store_unlock(&d->paths, &d->lock_fd);
-            _exit(1); /* threads still use the arena: nothing below may be unmapped */
-        }
-        exd_session_free(&d->closing[i]);
-    }
 }
 
 static void close_fd(int *fd)
@@ -547,7 +381,7 @@ int exd_daemon_run(const struct exd_options *options)
     else
         loop(d);
     if (d->store)
-        end_sessions(d);
+        exd_roster_end(d);
     prt_server_close(&d->server); /* first: nobody finds what is going away */
     exd_start_destroy(&d->start, options->keep);
     exd_event_state(d->events, SHM_STORE_STOPPED);

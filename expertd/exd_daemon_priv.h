@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Inside of the daemon, shared by exd_daemon.c (life, loop), exd_control.c
- * (requests) and exd_start.c (model, arena, loading). Main loop's thread only,
- * except where said.
+ * Inside of the daemon, shared by exd_daemon.c (life, loop), exd_roster.c
+ * (workers), exd_control.c (requests) and exd_start.c (model, arena, loading).
+ * Main loop's thread only, except where said.
  */
 #ifndef EXD_DAEMON_PRIV_H
 #define EXD_DAEMON_PRIV_H
@@ -100,13 +100,37 @@ void exd_control_handle(struct exd_daemon *d);
 /* exd_mps.c. Says so when the worker in slot `index` is the second one of its GPU and MPS does not run. */
 void exd_mps_advise(struct exd_daemon *d, uint32_t index);
 
-/* exd_daemon.c. Begins to close the session in slot `index`; why as in exd_session_close. */
+/* exd_roster.c. Begins to close the session in slot `index`; why as in exd_session_close. */
 void exd_daemon_close_session(struct exd_daemon *d, uint32_t index, const char *why);
 /* Adds a session (opened) to the table; -EBUSY when full. */
 int exd_daemon_add_session(struct exd_daemon *d, const struct prt_attach_request *request,
                            struct exd_session **ret_session, struct shm_error *err);
-void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, const char *who);
+/* Workers with a stream under way. */
 uint32_t exd_daemon_busy(struct exd_daemon *d);
+/* exd_roster.c. ended: the process of this session has. look: an issuer has something to say: sessions that
+ * are closed by now, those that failed. close: all of them, or those with a stream. end: all, and waits; does
+ * not return where a link does not stop. */
+void exd_roster_ended(struct exd_daemon *d, uint64_t session);
+void exd_roster_look(struct exd_daemon *d);
+void exd_roster_close(struct exd_daemon *d, bool busy_only, const char *why);
+void exd_roster_end(struct exd_daemon *d);
+
+/* What an epoll event is about: a source, or a worker's pidfd with its session's number above it. */
+enum exd_source {
+    EXD_ON_SIGNAL,
+    EXD_ON_TIMER,
+    EXD_ON_CONTROL,
+    EXD_ON_WAKE,
+    EXD_ON_STARTED,
+    EXD_ON_LOADED,
+    EXD_ON_PEER,
+    EXD_SOURCE_COUNT
+};
+#define EXD_SOURCE_BITS 8
+
+/* exd_daemon.c. */
+int exd_daemon_watch(struct exd_daemon *d, int fd, uint64_t what, struct shm_error *err);
+void exd_daemon_drain(struct exd_daemon *d, uint32_t deadline_ms, bool stop, const char *who);
 uint32_t exd_daemon_state(struct exd_daemon *d);
 void exd_daemon_set_state(struct exd_daemon *d, uint32_t state);
 
