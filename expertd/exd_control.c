@@ -53,6 +53,19 @@ static int no_session(uint64_t number, struct shm_error *err)
     return shm_error_set(err, ENOENT, "there is no session %llu: attach first", (unsigned long long)number);
 }
 
+/* The session that the sender says is its own. */
+static int find_own(struct exd_daemon *d, uint64_t number, uint32_t pid, uint32_t *ret_index,
+                    struct shm_error *err)
+{
+    const struct exd_session *session = find(d, number, ret_index);
+    if (!session)
+        return no_session(number, err);
+    if (exd_session_pid(session) != (pid_t)pid)
+        return shm_error_set(err, EPERM, "session %llu belongs to process %d, not to %u",
+                             (unsigned long long)number, (int)exd_session_pid(session), pid);
+    return 0;
+}
+
 static void hello(struct exd_daemon *d, struct prt_hello_reply *reply)
 {
     const struct shm_store *s = exd_store_segment(d->store);
@@ -96,15 +109,10 @@ static int attach(struct exd_daemon *d, const struct prt_attach_request *request
 static int detach(struct exd_daemon *d, const struct prt_detach_request *request, struct shm_error *err)
 {
     uint32_t index;
-    struct exd_session *session = find(d, request->session, &index);
-    if (!session)
-        return no_session(request->session, err);
-    if (exd_session_pid(session) != (pid_t)request->pid)
-        return shm_error_set(err, EPERM, "session %llu belongs to process %d, not to %u",
-                             (unsigned long long)request->session, (int)exd_session_pid(session),
-                             request->pid);
-    exd_log(EXD_LOG_INFO, "worker %s (pid %d) detached", exd_session_name(session),
-            (int)exd_session_pid(session));
+    int rc = find_own(d, request->session, request->pid, &index, err);
+    if (rc < 0)
+        return rc;
+    exd_log(EXD_LOG_INFO, "worker %s (pid %u) detached", exd_session_name(d->session[index]), request->pid);
     shm_counter_add(&exd_store_segment(d->store)->counters.detaches, 1);
     exd_event_detach(d->events, request->session, request->pid);
     exd_daemon_close_session(d, index, NULL);
@@ -135,12 +143,9 @@ static int configure(struct exd_daemon *d, const struct prt_configure_request *r
 static int check_park(struct exd_daemon *d, uint64_t number, uint32_t pid, struct shm_error *err)
 {
     uint32_t index;
-    struct exd_session *session = find(d, number, &index);
-    if (!session)
-        return no_session(number, err);
-    if (exd_session_pid(session) != (pid_t)pid)
-        return shm_error_set(err, EPERM, "session %llu belongs to process %d, not to %u",
-                             (unsigned long long)number, (int)exd_session_pid(session), pid);
+    int rc = find_own(d, number, pid, &index, err);
+    if (rc < 0)
+        return rc;
     if (!d->start.park)
         return shm_error_set(err, ENOTSUP, "nothing is parked here: %s", d->start.park_note);
     return 0;

@@ -15,4 +15,11 @@
 #define exd_log_set_bar(drawn)    prt_log_set_bar(drawn)
 #define exd_log_parse_level(text) prt_log_parse_level(text)
 
+/* A line from whoever takes a function for it; ctx: none. */
+static inline void exd_log_note(void *ctx, bool warning, const char *line)
+{
+    (void)ctx;
+    exd_log(warning ? EXD_LOG_WARNING : EXD_LOG_INFO, "%s", line);
+}
+
 #endif

@@ -151,13 +151,6 @@ static double pick(double own, double set)
     return own < 0 ? 0 : own > 0 ? own : set;
 }
 
-/* A line of the link, from any thread. */
-static void on_note(void *ctx, bool warning, const char *line)
-{
-    (void)ctx;
-    exd_log(warning ? EXD_LOG_WARNING : EXD_LOG_INFO, "%s", line);
-}
-
 static int start_cuda_link(struct exd_session *s, const struct exd_session_config *config,
                            const struct prt_attach_request *r, struct shm_error *err)
 {
@@ -177,7 +170,7 @@ static int start_cuda_link(struct exd_session *s, const struct exd_session_confi
                                         .landed_bell = &w->landed_bell,
                                         .batch = config->batch,
                                         .name = s->name,
-                                        .note = on_note};
+                                        .note = exd_log_note};
     memcpy(link.ring_handle.bytes, r->ring_handle, sizeof(link.ring_handle.bytes));
     return krn_link_cuda_create(&link, &s->link, err);
 }

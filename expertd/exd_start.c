@@ -11,12 +11,6 @@
 #include <string.h>
 #include <unistd.h>
 
-static void arena_line(void *ctx, bool warning, const char *line)
-{
-    (void)ctx;
-    exd_log(warning ? EXD_LOG_WARNING : EXD_LOG_INFO, "%s", line);
-}
-
 /* From loader threads, one at a time. */
 static void on_progress(void *ctx, const struct exd_loader_progress *p)
 {
@@ -197,7 +191,7 @@ static int open_all(struct exd_daemon *d)
                                      .arena_dir = o->arena_dir,
                                      .pin = o->pin,
                                      .cancel = &s->cancel,
-                                     .log = arena_line};
+                                     .log = exd_log_note};
     /* Before memory is taken, and before many page faults: they would keep the driver from mapping its own.
      */
     rc = exd_device_end(s->device, &s->error);

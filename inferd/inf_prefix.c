@@ -273,8 +273,7 @@ uint32_t inf_prefix_evict(struct inf_prefix *p, uint32_t blocks)
 void inf_prefix_stats(const struct inf_prefix *p, struct inf_prefix_stats *ret_stats)
 {
     *ret_stats = p->stats;
-    for (const struct inf_node *c = p->queue; c; c = c->queue_next)
-        ret_stats->unparked_blocks++;
+    ret_stats->unparked_blocks = p->queued;
     for (uint32_t i = 0; i < p->batch.n; i++)
         ret_stats->unparked_blocks += p->batch.node[i] != NULL;
     strncpy(ret_stats->park, p->state, sizeof ret_stats->park - 1);

@@ -28,6 +28,7 @@ static void dequeue(struct inf_prefix *p, struct inf_node *n)
     else
         p->queue_last = n->queue_prev;
     n->queued = false;
+    p->queued--;
 }
 
 void inf_prefix_park_enqueue(struct inf_prefix *p, struct inf_node *n, uint32_t delay_ms)
@@ -38,6 +39,8 @@ void inf_prefix_park_enqueue(struct inf_prefix *p, struct inf_node *n, uint32_t 
     n->parked = false;
     n->queued = true;
     n->due_ns = inf_prefix_now(p) + delay_ms * UINT64_C(1000000);
+    if (!p->queued++ || n->due_ns < p->queue_due_ns)
+        p->queue_due_ns = n->due_ns;
     n->queue_next = NULL;
     n->queue_prev = p->queue_last;
     if (p->queue_last)
@@ -276,6 +279,15 @@ static struct inf_node *topmost(struct inf_prefix *p, struct inf_node *n)
     return top;
 }
 
+/* When the queue is looked through again. */
+static void find_due(struct inf_prefix *p)
+{
+    p->queue_due_ns = UINT64_MAX;
+    for (const struct inf_node *n = p->queue; n; n = n->queue_next)
+        if (n->due_ns < p->queue_due_ns)
+            p->queue_due_ns = n->due_ns;
+}
+
 static bool reserve(struct inf_prefix *p)
 {
     struct inf_batch *b = &p->batch;
@@ -296,8 +308,10 @@ static bool reserve(struct inf_prefix *p)
             want[n++] = top;
         }
     }
-    if (!n)
+    if (!n) {
+        find_due(p);
         return false;
+    }
     struct prt_parkreserve_reply r = {0};
     struct shm_error err = {0};
     int rc = inf_park_reserve(p->park, key, parent, n, &r, &err);
@@ -330,6 +344,7 @@ static bool reserve(struct inf_prefix *p)
             w->due_ns = now_ns + BUSY_MS * UINT64_C(1000000);
         }
     }
+    find_due(p);
     if (rc)
         failed(p, rc, &err);
     return !rc;
@@ -402,11 +417,8 @@ uint32_t inf_prefix_idle_ms(const struct inf_prefix *p)
 {
     if (p->batch.n)
         return 0;
-    uint64_t now_ns = inf_prefix_now(p), due_ns = UINT64_MAX;
-    for (const struct inf_node *n = p->queue; n; n = n->queue_next)
-        if (n->due_ns < due_ns)
-            due_ns = n->due_ns;
-    if (due_ns == UINT64_MAX)
+    uint64_t now_ns = inf_prefix_now(p), due_ns = p->queue_due_ns;
+    if (!p->queue)
         return moved(p) ? 0 : UINT32_MAX;
     if (!p->park && p->retry_ns > due_ns)
         due_ns = p->retry_ns;
@@ -420,7 +432,7 @@ void inf_prefix_flush(struct inf_prefix *p, uint32_t ms)
 {
     uint64_t end_ns = inf_prefix_now(p) + ms * UINT64_C(1000000);
     for (struct inf_node *n = p->queue; n; n = n->queue_next)
-        n->due_ns = 0;
+        n->due_ns = p->queue_due_ns = 0;
     while (inf_prefix_now(p) < end_ns && inf_prefix_idle(p))
         ;
 }

@@ -40,6 +40,8 @@ struct inf_prefix {
     struct inf_node root; /* no block; key zero */
     struct inf_node *oldest, *newest;
     struct inf_node *queue, *queue_last;
+    uint32_t queued;       /* nodes in it */
+    uint64_t queue_due_ns; /* none of them is due before */
     struct inf_batch batch;
     struct inf_prefix_stats stats;
 

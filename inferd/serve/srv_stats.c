@@ -17,6 +17,7 @@ struct srv_stats {
     struct shm_server *segment;
     int fd; /* -1: no shared memory, tools see nothing */
     uint32_t held_off;
+    const struct shm_labels *codes; /* of responses */
 };
 
 _Static_assert((int)SRV_AT_COUNT == SHM_ENDPOINT_COUNT && (int)SRV_AT_OTHER == SHM_ENDPOINT_OTHER &&
@@ -42,6 +43,7 @@ struct srv_stats *srv_stats_new(void)
         memset(base, 0, sizeof *s->segment);
     }
     s->segment = base;
+    s->codes = shm_counter_find(SHM_BLOCK_SERVER, "http_responses")->labels[1];
     pthread_mutex_init(&s->lock, NULL);
     uint64_t start = 0;
     struct timespec now;
@@ -82,9 +84,8 @@ uint32_t srv_stats_fd(const struct srv_stats *s)
 
 void srv_stats_response(struct srv_stats *s, enum srv_endpoint endpoint, int status)
 {
-    const struct shm_labels *codes = shm_counter_find(SHM_BLOCK_SERVER, "http_responses")->labels[1];
     uint32_t code = 0;
-    while (code < SHM_HTTP_STATUS_OTHER && atoi(codes->value[code]) != status)
+    while (code < SHM_HTTP_STATUS_OTHER && atoi(s->codes->value[code]) != status)
         code++;
     pthread_mutex_lock(&s->lock);
     shm_counter_add(&s->segment->counters.http_responses[(uint32_t)endpoint * SHM_HTTP_STATUS_COUNT + code],
