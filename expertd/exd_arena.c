@@ -97,8 +97,10 @@ static int open_existing(struct exd_arena *a, struct stat *ret_st, struct shm_er
         rc = shm_error_set(err, EPERM, "is not a file of user %u", (unsigned)geteuid());
     else if (fchmod(fd, 0600) != 0 ||
              (a->fd = openat(a->place.dir_fd, EXD_ARENA_FILE, O_RDWR | O_NOFOLLOW | O_CLOEXEC)) < 0 ||
-             fchmod(fd, 0400) != 0)
+             fchmod(fd, 0400) != 0) {
         rc = shm_error_set(err, errno, "cannot be opened for writing: %m");
+        fchmod(fd, 0400);
+    }
     close(fd);
     return rc;
 }
@@ -307,7 +309,14 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
 
     struct shm_error why = {0};
     a->found = adopt(a, plan, &why);
-    if (a->found != EXD_FOUND_ADOPTED) {
+    /* Nothing is wrong with it: it is not given up for what is short just now. */
+    const bool keep = a->found == EXD_FOUND_ADOPTED ||
+                      (a->found == EXD_FOUND_UNUSABLE &&
+                       (why.code == -ENOMEM || why.code == -EMFILE || why.code == -ENFILE));
+    if (a->found != EXD_FOUND_ADOPTED && keep) {
+        rc = shm_error_set(err, why.code, "arena %.200s is there and stays, but not to be had now: %s",
+                           a->path, shm_error_text(&why));
+    } else if (!keep) {
         unmap(a);
         if (a->found != EXD_FOUND_NONE) {
             char line[EXD_ARENA_PATH_MAX + SHM_ERROR_TEXT_BYTES + 64];
@@ -322,9 +331,9 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
         rc = pin(a, config, err);
     if (rc) {
         unmap(a);
-        if (a->found != EXD_FOUND_ADOPTED)
+        if (!keep)
             remove_files(a);
-        exd_place_close(&a->place, a->found != EXD_FOUND_ADOPTED);
+        exd_place_close(&a->place, !keep);
         free(a);
         return rc;
     }

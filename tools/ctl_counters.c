@@ -137,25 +137,20 @@ const uint64_t *ctl_history_words(const struct ctl_history *h, enum shm_block bl
 
 /* ---- JSON ---- */
 
-static json_t *number(const struct shm_counter *c, uint64_t value)
-{
-    (void)c;
-    return json_integer((json_int_t)value);
-}
-
 static json_t *by_label(const struct shm_counter *c, const uint64_t *words)
 {
     json_t *o = json_object();
     uint32_t inner = c->labels[1] ? c->labels[1]->n : 1;
     for (uint32_t i = 0; i < c->labels[0]->n; i++) {
         if (!c->labels[1]) {
-            json_object_set_new(o, c->labels[0]->value[i], number(c, words[c->word + i]));
+            json_object_set_new(o, c->labels[0]->value[i], json_integer((json_int_t)words[c->word + i]));
             continue;
         }
         json_t *row = json_object();
         for (uint32_t j = 0; j < inner; j++)
             if (words[c->word + i * inner + j])
-                json_object_set_new(row, c->labels[1]->value[j], number(c, words[c->word + i * inner + j]));
+                json_object_set_new(row, c->labels[1]->value[j],
+                                    json_integer((json_int_t)words[c->word + i * inner + j]));
         json_object_set_new(o, c->labels[0]->value[i], row);
     }
     return o;
@@ -189,7 +184,7 @@ json_t *ctl_json_counters(enum shm_block block, const uint64_t *words, const uin
         else if (c->labels[0])
             json_object_set_new(o, c->name, by_label(c, words));
         else
-            json_object_set_new(o, c->name, number(c, words[c->word]));
+            json_object_set_new(o, c->name, json_integer((json_int_t)words[c->word]));
     }
     return o;
 }

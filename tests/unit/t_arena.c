@@ -542,6 +542,32 @@ Test(arena, adopted_or_named_and_rebuilt)
     exd_arena_close(&arena, false);
 }
 
+#ifndef __SANITIZE_ADDRESS__ /* which maps terabytes */
+Test(arena, kept_while_memory_is_short)
+{
+    struct exd_arena *arena = fixture_loaded(&fx);
+    struct exd_arena_info info;
+    struct shm_error err = {0};
+    unsigned long pages = 0;
+    exd_arena_close(&arena, true);
+    FILE *f = fopen("/proc/self/statm", "re");
+    cr_assert(f && fscanf(f, "%lu", &pages) == 1);
+    fclose(f);
+    struct rlimit old, r;
+    getrlimit(RLIMIT_AS, &old);
+    r = (struct rlimit){pages * 4096 + fx.plan->total_bytes / 2, old.rlim_max};
+    setrlimit(RLIMIT_AS, &r);
+    int rc = exd_arena_open(&fx.config, fx.plan, &arena, &err);
+    setrlimit(RLIMIT_AS, &old);
+    cr_assert_eq(rc, -ENOMEM, "%d %s", rc, err.text);
+    cr_assert(has(err.text, "stays"), "%s", err.text);
+    arena = fixture_loaded(&fx);
+    exd_arena_info(arena, &info);
+    cr_assert(info.found == EXD_FOUND_ADOPTED && info.generation == 2, "%s", exd_found_name(info.found));
+    exd_arena_close(&arena, false);
+}
+#endif
+
 Test(arena, left_over_of_a_crash_before_it_was_in_place)
 {
     char path[320];
