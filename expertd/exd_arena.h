@@ -45,8 +45,8 @@ enum exd_pin { EXD_PIN_AUTO, EXD_PIN_REQUIRE, EXD_PIN_OFF, EXD_PIN_COUNT };
 /* "auto", "require" or "off"; -EINVAL otherwise. */
 int exd_pin_parse(const char *text, enum exd_pin *ret_pin);
 
-/* What was found at start. All but NONE and ADOPTED: removed and built anew; but not what is UNUSABLE for lack
- * of memory or descriptors only. */
+/* What was found at start. All but NONE and ADOPTED: removed and built anew; but not what is UNUSABLE for
+ * lack of memory or descriptors only. */
 enum exd_found {
     EXD_FOUND_NONE,
     EXD_FOUND_ADOPTED,

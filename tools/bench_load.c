@@ -68,10 +68,10 @@ static const struct argp_option options[] = {
 
 static double real(struct argp_state *state, const char *option, const char *text, double low, double high)
 {
-    char *end;
-    double value = strtod(text, &end);
-    if (*end || end == text || !(value >= low && value <= high))
-        argp_error(state, "%s: '%s' is not a number from %g to %g", option, text, low, high);
+    double value = low;
+    struct shm_error err = {0};
+    if (shm_real_parse(option, text, low, high, &value, &err))
+        argp_error(state, "%s", shm_error_text(&err));
     return value;
 }
 
