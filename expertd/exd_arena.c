@@ -21,8 +21,7 @@
 #define MADV_POPULATE_READ 22
 #endif
 
-#define TOUCH_PIECE  (64ull << 20)
-#define LOADER_BYTES (128ull << 20) /* reader's buffers and what else expertd needs */
+#define TOUCH_PIECE (64ull << 20)
 
 static const char *const found_name[EXD_FOUND_COUNT] = {"none",   "adopted",   "foreign", "torn",
                                                         "layout", "truncated", "damaged", "unusable"};
@@ -203,7 +202,7 @@ static int create(struct exd_arena *a, const struct exd_arena_config *c, const s
 {
     struct exd_limits_need need = {.dir = a->place.dir,
                                    .file_bytes = plan->total_bytes,
-                                   .memory_bytes = LOADER_BYTES,
+                                   .memory_bytes = PRT_LOADER_BYTES,
                                    .locked = c->pin == EXD_PIN_REQUIRE && a->place.fs != EXD_FS_HUGETLB,
                                    .root = c->limits_root};
     int dir_fd = a->place.dir_fd;

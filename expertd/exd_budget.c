@@ -12,8 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define LOCK_MS    10000
-#define PARK_SHARE 8
+#define LOCK_MS 10000
 
 /* With the lock held (or, without a budget, not to be had). */
 static int check(struct exd_budget *b, bool park_auto, struct shm_error *err)
@@ -27,7 +26,7 @@ static int check(struct exd_budget *b, bool park_auto, struct shm_error *err)
     free(claims);
     uint64_t free_bytes = b->limit_bytes > held ? b->limit_bytes - held : 0;
     if (park_auto && b->arena_bytes < free_bytes)
-        b->park_bytes = (free_bytes - b->arena_bytes) / PARK_SHARE & ~UINT64_C(0xfffff);
+        b->park_bytes = (free_bytes - b->arena_bytes) / PRT_PARK_SHARE & ~UINT64_C(0xfffff);
     if (b->arena_bytes <= free_bytes && b->park_bytes <= free_bytes - b->arena_bytes)
         return 0;
     prt_size_text(b->arena_bytes + b->park_bytes, need);

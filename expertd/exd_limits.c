@@ -133,23 +133,11 @@ static int check_rlimits(const struct exd_limits_need *need, const char *root, s
     return 0;
 }
 
-/* CAP_IPC_LOCK in the effective set: locked memory is not limited. */
-static bool may_lock_any(const char *root)
-{
-    char text[8192];
-    const char *line;
-    unsigned long long caps;
-    if (!prt_text_read(root, "/proc/self/status", text, sizeof text) || !(line = strstr(text, "\nCapEff:")) ||
-        sscanf(line + 8, "%llx", &caps) != 1)
-        return false;
-    return caps >> 14 & 1;
-}
-
 static int check_locked(const struct exd_limits_need *need, const char *root, struct shm_error *err)
 {
     struct rlimit r;
     if (getrlimit(RLIMIT_MEMLOCK, &r) != 0 || r.rlim_cur == RLIM_INFINITY || r.rlim_cur >= need->file_bytes ||
-        may_lock_any(root))
+        prt_memory_may_lock(root))
         return 0;
     char a[24], b[24];
     prt_size_text(r.rlim_cur, a);

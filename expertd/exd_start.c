@@ -46,15 +46,13 @@ uint64_t exd_start_look(struct exd_start *s)
     return shm_now_ns() - begin_ns;
 }
 
-#define PARK_SHARE    8 /* of what is available: the rest is for workers and everything else */
-#define PARK_AUTO_MAX (UINT64_C(32) << 30)
 #define PARK_AUTO_MIN (UINT64_C(16) << 20)
 
 /* The largest file for which nothing stands in the way in dir now, to a MiB or so; 0: not even a small one.
  */
 static uint64_t available(const char *dir)
 {
-    uint64_t low = 0, high = PARK_SHARE * PARK_AUTO_MAX;
+    uint64_t low = 0, high = PRT_PARK_SHARE * PRT_PARK_AUTO_MAX;
     struct shm_error ignored;
     while (high - low > (1u << 20) && high - low > high / 64) {
         uint64_t middle = low + (high - low) / 2;
@@ -100,8 +98,8 @@ static int open_park(struct exd_daemon *d)
                              s->park_note);
     }
     if (o->park_auto) {
-        bytes = available(dir) / PARK_SHARE;
-        bytes = bytes > PARK_AUTO_MAX ? PARK_AUTO_MAX : bytes & ~UINT64_C(0xfffff);
+        bytes = available(dir) / PRT_PARK_SHARE;
+        bytes = bytes > PRT_PARK_AUTO_MAX ? PRT_PARK_AUTO_MAX : bytes & ~UINT64_C(0xfffff);
         if (s->budget.limit_bytes && bytes > s->budget.park_bytes)
             bytes = s->budget.park_bytes;
         if (bytes < PARK_AUTO_MIN) {

@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define PATH_BYTES 4096
@@ -52,6 +53,14 @@ bool prt_memory_available(const char *root, uint64_t *ret_bytes)
         return false;
     *ret_bytes = kib * 1024;
     return true;
+}
+
+bool prt_memory_may_lock(const char *root)
+{
+    char text[8192];
+    const char *line;
+    return prt_text_read(root, "/proc/self/status", text, sizeof text) &&
+           (line = strstr(text, "\nCapEff:")) && strtoull(line + 8, NULL, 16) >> 14 & 1;
 }
 
 uint64_t prt_huge_pages_free(const char *root, uint64_t page_bytes)

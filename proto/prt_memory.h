@@ -13,6 +13,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* What expertd takes by itself, and expertctl doctor tells beforehand: for its park a part of what is
+ * available (the rest is for workers and everything else), and, while a model is read, memory beside the
+ * arena. */
+#define PRT_PARK_SHARE    8u
+#define PRT_PARK_AUTO_MAX (UINT64_C(32) << 30)
+#define PRT_LOADER_BYTES  (UINT64_C(128) << 20)
+
 /* First bytes of root/path, terminated; false if it cannot be read. */
 bool prt_text_read(const char *root, const char *path, char *text, size_t size);
 
@@ -21,6 +28,9 @@ bool prt_text_field(const char *text, const char *key, uint64_t *ret_value);
 
 /* MemAvailable of /proc/meminfo. false: not known. */
 bool prt_memory_available(const char *root, uint64_t *ret_bytes);
+
+/* CAP_IPC_LOCK is in effect: locked memory is not limited. */
+bool prt_memory_may_lock(const char *root);
 
 /* The cgroup that leaves the least: its limit less what it uses and could not give back. */
 struct prt_memory_group {

@@ -15,9 +15,6 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
-#define LOADER_BYTES (UINT64_C(128) << 20) /* beside the arena while it is read */
-#define PARK_SHARE   8                     /* expertd --park auto */
-#define PARK_MAX     (UINT64_C(32) << 30)
 #define SHM_SMALL    (UINT64_C(1) << 30) /* containers get 64 MiB */
 #define SAMPLE_NS    UINT64_C(500000000)
 #define SAMPLE_PIECE (1u << 20)
@@ -166,9 +163,9 @@ void doctor_check_memory(struct doctor *d)
     /* Huge pages are set aside already; a file on a disk is page cache, which gives way. */
     bool taken = !d->held &&
                  (!arena_place(d, dir, &s) || (in_memory(&s) && (unsigned long)s.f_type != HUGETLBFS_MAGIC));
-    uint64_t need = taken ? d->model.arena_bytes + LOADER_BYTES : 0;
+    uint64_t need = taken ? d->model.arena_bytes + PRT_LOADER_BYTES : 0;
     uint64_t left = have > need ? have - need : 0,
-             park = left / PARK_SHARE < PARK_MAX ? left / PARK_SHARE : PARK_MAX;
+             park = left / PRT_PARK_SHARE < PRT_PARK_AUTO_MAX ? left / PRT_PARK_SHARE : PRT_PARK_AUTO_MAX;
     /* A worker without a GPU has its keys and values here, in 4 bytes a number. */
     uint64_t kv = d->gpus ? 0 : 2 * d->model.kv_token_bytes * d->model.context;
     prt_size_text(need, b);

@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #define HUGE_PAGE     (2u << 20)
-#define CAP_IPC_LOCK  14
 #define AWAY_SHARE    10 /* more than a tenth of the arena on another node is told */
 #define SECCOMP_NAMES "io_uring_setup, io_uring_enter and io_uring_register"
 
@@ -86,14 +85,6 @@ void doctor_check_ipc(struct doctor *d)
 
 /* ---- locked memory ---- */
 
-static bool may_lock_any(const struct doctor *d)
-{
-    char text[8192];
-    const char *line;
-    return prt_text_read(d->root, "/proc/self/status", text, sizeof text) &&
-           (line = strstr(text, "\nCapEff:")) && strtoull(line + 8, NULL, 16) >> CAP_IPC_LOCK & 1;
-}
-
 void doctor_check_memlock(struct doctor *d)
 {
     static const char check[] = "memlock", key[] = "Max locked memory";
@@ -110,7 +101,7 @@ void doctor_check_memlock(struct doctor *d)
         return;
     }
     line += strlen(key) + strspn(line + strlen(key), " ");
-    bool unlimited = strncmp(line, "unlimited", 9) == 0, capable = may_lock_any(d);
+    bool unlimited = strncmp(line, "unlimited", 9) == 0, capable = prt_memory_may_lock(d->root);
     uint64_t limit = strtoull(line, NULL, 10);
     uint64_t need = d->known ? d->model.arena_bytes : UINT64_C(1) << 30;
     prt_size_text(limit, a);

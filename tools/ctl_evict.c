@@ -74,7 +74,7 @@ static int end_running(const struct ctl_options *o, const struct prt_claim *clai
         return rc;
     const char *instance = prt_client_paths(client)->instance;
     for (uint32_t i = 0; i < SHM_STORE_WORKERS; i++) {
-        struct shm_store_worker row;
+        struct shm_store_worker row = {0}; /* stays so where it keeps changing */
         rc = prt_client_worker(client, i, &row);
         for (int retry = 0; rc == -EAGAIN && retry < 100; retry++)
             rc = prt_client_worker(client, i, &row);
