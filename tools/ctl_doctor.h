@@ -13,6 +13,8 @@
 #include "proto/prt_path.h"
 #include "tools/ctl.h"
 
+#include <sys/vfs.h>
+
 #define DOCTOR_FINDINGS   96
 #define DOCTOR_TEXT_BYTES 512
 #define DOCTOR_DRIVER_MIN 12000 /* as KRN_CUDA_DRIVER_MIN */
@@ -83,6 +85,8 @@ void doctor_check_model(struct doctor *d); /* before space and memory */
 void doctor_check_space(struct doctor *d);
 void doctor_check_memory(struct doctor *d);
 void doctor_check_disk(struct doctor *d);
+/* The arena's folder and its file system, as expertd would choose it. False: it can't be looked at. */
+bool doctor_arena_place(const struct doctor *d, char dir[PRT_PATH_BYTES + 512], struct statfs *ret_fs);
 
 /* ctl_doctor_gguf.c: reads the header of a model file (any shard) and the sizes of its other shards. Every
  * byte is checked against the file's size. 0, or a negative errno with one line. */

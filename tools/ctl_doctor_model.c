@@ -69,8 +69,7 @@ static bool in_memory(const struct statfs *s)
     return type == TMPFS_MAGIC || type == RAMFS_MAGIC || type == HUGETLBFS_MAGIC;
 }
 
-/* The arena's file system, as expertd would choose it. */
-static bool arena_place(const struct doctor *d, char dir[PRT_PATH_BYTES + 512], struct statfs *ret_fs)
+bool doctor_arena_place(const struct doctor *d, char dir[PRT_PATH_BYTES + 512], struct statfs *ret_fs)
 {
     size_t n = PRT_PATH_BYTES + 512;
     if (d->arena_dir) {
@@ -101,7 +100,7 @@ void doctor_check_space(struct doctor *d)
     if ((unsigned long)shm.f_type != TMPFS_MAGIC)
         doctor_say(d, DOCTOR_PROBLEM, check,
                    "/dev/shm is not a tmpfs: mount one there (mount -t tmpfs tmpfs /dev/shm)");
-    if (!arena_place(d, dir, &s)) {
+    if (!doctor_arena_place(d, dir, &s)) {
         doctor_say(d, DOCTOR_PROBLEM, check, "%.200s: %s: name an existing directory with --arena-dir", dir,
                    strerror(errno));
         return;
@@ -161,8 +160,8 @@ void doctor_check_memory(struct doctor *d)
     char dir[PRT_PATH_BYTES + 512];
     struct statfs s;
     /* Huge pages are set aside already; a file on a disk is page cache, which gives way. */
-    bool taken = !d->held &&
-                 (!arena_place(d, dir, &s) || (in_memory(&s) && (unsigned long)s.f_type != HUGETLBFS_MAGIC));
+    bool taken = !d->held && (!doctor_arena_place(d, dir, &s) ||
+                              (in_memory(&s) && (unsigned long)s.f_type != HUGETLBFS_MAGIC));
     uint64_t need = taken ? d->model.arena_bytes + PRT_LOADER_BYTES : 0;
     uint64_t left = have > need ? have - need : 0,
              park = left / PRT_PARK_SHARE < PRT_PARK_AUTO_MAX ? left / PRT_PARK_SHARE : PRT_PARK_AUTO_MAX;

@@ -5,10 +5,13 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <linux/io_uring.h>
+#include <mntent.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #define HUGE_PAGE     (2u << 20)
@@ -151,10 +154,48 @@ static void check_pool(struct doctor *d)
         doctor_say(d, DOCTOR_OK, check, "hugetlbfs: %s of pages of 2 MiB are free for --arena-dir", size);
 }
 
+/* The mount that holds the arena: of all that lead to it the longest, of equal ones the last. False: none
+ * found. */
+static bool arena_mount(const struct doctor *d, char ret_dir[512], char ret_type[64], char ret_huge[32])
+{
+    char dir[PRT_PATH_BYTES + 512], real[PATH_MAX], path[512], line[4096];
+    struct statfs fs;
+    struct mntent m;
+    if (d->instance && d->instance->liveness == PRT_LIVE && d->instance->store->arena_path[0])
+        snprintf(dir, sizeof dir, "%.1023s", d->instance->store->arena_path);
+    else if (!doctor_arena_place(d, dir, &fs))
+        return false;
+    size_t root = strlen(d->root);
+    const char *at = root && strncmp(dir, d->root, root) == 0 ? dir + root : realpath(dir, real);
+    snprintf(path, sizeof path, "%.400s/proc/self/mounts", d->root);
+    FILE *f = at ? setmntent(path, "re") : NULL;
+    if (!f)
+        return false;
+    bool found = false;
+    size_t longest = 0;
+    while (getmntent_r(f, &m, line, sizeof line)) {
+        size_t n = strcmp(m.mnt_dir, "/") == 0 ? 0 : strlen(m.mnt_dir);
+        if (strncmp(at, m.mnt_dir, n) != 0 || (at[n] && at[n] != '/') || (found && n < longest))
+            continue;
+        const char *huge = hasmntopt(&m, "huge");
+        found = true;
+        longest = n;
+        snprintf(ret_dir, 512, "%.511s", m.mnt_dir);
+        snprintf(ret_type, 64, "%.63s", m.mnt_type);
+        snprintf(ret_huge, 32, "never");
+        if (huge)
+            sscanf(huge, "huge=%31[a-z_]", ret_huge);
+    }
+    endmntent(f);
+    return found;
+}
+
+/* tmpfs gives what its mount says; the kernel's setting is for mounts of its own, but deny and force go for
+ * all. */
 void doctor_check_pages(struct doctor *d)
 {
     static const char check[] = "hugepages", file[] = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-    char text[256] = "", chosen[32] = "";
+    char text[256] = "", chosen[32] = "", dir[512], type[64], huge[32];
     if (prt_text_read(d->root, file, text, sizeof text)) {
         const char *open = strchr(text, '[');
         sscanf(open ? open + 1 : "", "%31[a-z_]", chosen);
@@ -163,21 +204,31 @@ void doctor_check_pages(struct doctor *d)
         !atomic_load(&d->instance->store->huge_pages))
         doctor_say(
             d, DOCTOR_WARNING, check,
-            "the running arena is in small pages, which makes registration and access slower: set %s to "
-            "advise and build it anew (expertd --no-keep once)",
-            file);
+            "the running arena is in small pages, which makes registration and access slower: mount its "
+            "tmpfs with huge=advise, stop expertd, 'expertctl evict INSTANCE', and start it");
     if (!chosen[0])
         doctor_say(
             d, DOCTOR_WARNING, check,
             "%s can't be read: this kernel has no huge pages for tmpfs; use a hugetlbfs with --arena-dir",
             file);
-    else if (strcmp(chosen, "never") == 0 || strcmp(chosen, "deny") == 0)
+    else if (strcmp(chosen, "deny") == 0)
         doctor_say(d, DOCTOR_WARNING, check,
-                   "%s is %s, an arena on tmpfs gets small pages: echo advise into it before expertd starts",
-                   file, chosen);
+                   "%s is deny, no tmpfs gets huge pages: echo never into it (then mounts decide) before "
+                   "expertd starts",
+                   file);
+    else if (strcmp(chosen, "force") == 0)
+        doctor_say(d, DOCTOR_OK, check, "tmpfs: the kernel gives transparent huge pages to all (force)");
+    else if (!arena_mount(d, dir, type, huge))
+        doctor_say(d, DOCTOR_OK, check, "not known: the arena's folder is in no mount that can be looked at");
+    else if (strcmp(type, "tmpfs") != 0)
+        doctor_say(d, DOCTOR_OK, check, "the arena goes to %.200s, a %s: nothing to set", dir, type);
+    else if (strcmp(huge, "never") == 0)
+        doctor_say(d, DOCTOR_WARNING, check,
+                   "%.200s is mounted without huge pages, an arena there gets small ones: as root, mount -o "
+                   "remount,huge=advise %.200s before expertd starts",
+                   dir, dir);
     else
-        doctor_say(d, DOCTOR_OK, check, "tmpfs: transparent huge pages are %s",
-                   strcmp(chosen, "advise") == 0 ? "given where expertd asks for them" : chosen);
+        doctor_say(d, DOCTOR_OK, check, "%.200s: huge=%s: the arena gets huge pages", dir, huge);
     check_pool(d);
 }
 

@@ -77,7 +77,7 @@ static void begin(void)
     put("/proc/self/limits",
         "Limit  Soft  Hard  Units\nMax locked memory         unlimited            unlimited  bytes\n");
     put("/proc/self/status", "Name:\tx\nCapEff:\t0000000000000000\nSeccomp:\t0\n");
-    put("/proc/self/mounts", "tmpfs /dev/shm tmpfs rw 0 0\n");
+    put("/proc/self/mounts", "overlay / overlay rw 0 0\ntmpfs /dev/shm tmpfs rw,huge=advise 0 0\n");
     put("/proc/sys/kernel/io_uring_disabled", "0\n");
     put("/sys/kernel/mm/transparent_hugepage/shmem_enabled",
         "always within_size [advise] never deny force\n");
@@ -220,17 +220,42 @@ Test(doctor, memlock)
 
 Test(doctor, pages)
 {
-    put("/sys/kernel/mm/transparent_hugepage/shmem_enabled",
-        "always within_size advise [never] deny force\n");
-    EXPECT(DOCTOR_WARNING, "hugepages", "shmem_enabled is never", "echo advise");
-    unlink(path_of("/sys/kernel/mm/transparent_hugepage/shmem_enabled"));
+    static const char file[] = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    EXPECT(DOCTOR_OK, "hugepages", "/dev/shm", "huge=advise");
+    put(file, "always within_size advise never [deny] force\n");
+    EXPECT(DOCTOR_WARNING, "hugepages", "shmem_enabled is deny", "echo never");
+    put(file, "always within_size advise never deny [force]\n");
+    put("/proc/self/mounts", "overlay / overlay rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n");
+    EXPECT(DOCTOR_OK, "hugepages", "force");
+    unlink(path_of(file));
     EXPECT(DOCTOR_WARNING, "hugepages", "can't be read");
-    put("/sys/kernel/mm/transparent_hugepage/shmem_enabled",
-        "[always] within_size advise never deny force\n");
+}
+
+/* What the kernel's own mounts get says nothing about /dev/shm. */
+Test(doctor, pages_are_the_mounts)
+{
+    static const char file[] = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    put(file, "always within_size advise [never] deny force\n");
+    EXPECT(DOCTOR_OK, "hugepages", "/dev/shm", "huge=advise");
+    put(file, "[always] within_size advise never deny force\n");
+    put("/proc/self/mounts", "overlay / overlay rw 0 0\ntmpfs /dev/shm tmpfs rw,size=1k 0 0\n"
+                             "tmpfs /dev/shm/x tmpfs rw,huge=always 0 0\n");
+    EXPECT(DOCTOR_WARNING, "hugepages", "/dev/shm is mounted", "remount,huge=advise /dev/shm");
+    put("/proc/self/mounts", "tmpfs /dev/shm tmpfs rw 0 0\ntmpfs /dev tmpfs rw 0 0\n"
+                             "tmpfs /dev/shm tmpfs rw,huge=within_size 0 0\n");
+    EXPECT(DOCTOR_OK, "hugepages", "huge=within_size");
+    put("/proc/self/mounts", "none /dev/shm hugetlbfs rw 0 0\n");
+    EXPECT(DOCTOR_OK, "hugepages", "hugetlbfs");
+    put("/proc/self/mounts", "");
+    EXPECT(DOCTOR_OK, "hugepages", "not known");
+}
+
+Test(doctor, pages_set_aside)
+{
     put("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "512\n");
     put("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "256\n");
     EXPECT(DOCTOR_WARNING, "hugepages", "512 pages", "mount");
-    put("/proc/self/mounts", "none /huge hugetlbfs rw 0 0\n");
+    put("/proc/self/mounts", "tmpfs /dev/shm tmpfs rw,huge=advise 0 0\nnone /huge hugetlbfs rw 0 0\n");
     examine();
     bool told = false;
     for (uint32_t i = 0; i < d.findings; i++)
@@ -238,7 +263,7 @@ Test(doctor, pages)
     cr_assert(told);
     add_instance();
     atomic_store(&store.huge_pages, 0);
-    EXPECT(DOCTOR_WARNING, "hugepages", "running arena", "--no-keep");
+    EXPECT(DOCTOR_WARNING, "hugepages", "running arena", "expertctl evict");
 }
 
 Test(doctor, uring)
