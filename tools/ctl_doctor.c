@@ -115,6 +115,7 @@ int ctl_doctor(const struct ctl_options *o, struct shm_error *err)
     d->root = root ? root : "";
     d->library = library && library[0] ? library : "libcuda.so.1";
     d->uring = doctor_probe_uring;
+    d->slow_disk_bytes_s = DOCTOR_SLOW_DISK;
     d->model_path = o->model;
     d->arena_dir = o->arena_dir;
     if (prt_paths_make(o->runtime_dir, o->instance, &paths, &ignored) == 0)

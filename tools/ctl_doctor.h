@@ -19,6 +19,7 @@
 #define DOCTOR_TEXT_BYTES 512
 #define DOCTOR_DRIVER_MIN 12000 /* as KRN_CUDA_DRIVER_MIN */
 #define DOCTOR_GPUS       16
+#define DOCTOR_SLOW_DISK  0.3e9
 
 enum doctor_grade { DOCTOR_OK, DOCTOR_WARNING, DOCTOR_PROBLEM, DOCTOR_GRADES };
 
@@ -48,6 +49,7 @@ struct doctor_model {
 struct doctor {
     const char *root;                    /* "" */
     const char *library;                 /* of the driver */
+    double slow_disk_bytes_s;            /* below it a disk is called slow */
     int (*uring)(void);                  /* 0: io_uring works, or a negative errno */
     const char *model_path, *arena_dir;  /* NULL: none, chosen */
     const struct prt_paths *paths;       /* of the instance; NULL: no runtime directory */

@@ -19,7 +19,6 @@
 #define SAMPLE_NS    UINT64_C(500000000)
 #define SAMPLE_PIECE (1u << 20)
 #define SAMPLE_READS 4 /* at a time */
-#define SLOW_BYTES_S 0.3e9
 
 void doctor_check_model(struct doctor *d)
 {
@@ -256,7 +255,7 @@ void doctor_check_disk(struct doctor *d)
                    error ? strerror(error) : "it is empty");
         return;
     }
-    bool slow = direct && rate < SLOW_BYTES_S && bytes > 16 * SAMPLE_PIECE;
+    bool slow = direct && rate < d->slow_disk_bytes_s && bytes > 16 * SAMPLE_PIECE;
     char left[160] = "";
     if (rate > 0 && (double)d->model.file_bytes > 2 * bytes)
         snprintf(left, sizeof left, ", all of it would take about %.0f s",

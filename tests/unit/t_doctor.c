@@ -367,6 +367,14 @@ Test(doctor, a_models_needs)
     EXPECT(DOCTOR_OK, "model", "68.0 MiB", "0.5 KiB a token"); /* 4 layers, 1 head of 32, 2 times 2 bytes */
     EXPECT(DOCTOR_OK, "memory", "8.0 GiB", "196.0 MiB");
     EXPECT(DOCTOR_OK, "disk", "sample", "GB/s");
+    d.slow_disk_bytes_s = 1e18;
+    examine();
+    bool direct = false; /* else it is the page cache that is measured, and never called slow */
+    for (uint32_t i = 0; i < d.findings; i++)
+        direct |= strcmp(d.finding[i].check, "disk") == 0 && !strstr(d.finding[i].text, "page cache");
+    if (direct)
+        EXPECT(DOCTOR_WARNING, "disk", "slow", "faster disk");
+    d.slow_disk_bytes_s = 0;
 
     put("/proc/meminfo", "MemAvailable: 131072 kB\n");
     EXPECT(DOCTOR_PROBLEM, "memory", "128.0 MiB may be taken (MemAvailable)", "196.0 MiB");
