@@ -79,7 +79,7 @@ class Chaos:
         self.ended_by = None  # what we did that ends expertd
         self.sane = None  # arena: None nothing done to it since it was served, else what
         self.slow = 1.0
-        self.refs = {}
+        self.refs, self.tokens = {}, {}
         self.served = None
         self.baseline = None
 
@@ -148,16 +148,21 @@ class Chaos:
                 r = subprocess.run([str(a) for a in self.read_argv(prompt, [])], capture_output=True, text=True)
                 if r.returncode:
                     raise Wrong(f"an undisturbed read fails: {r.stderr}")
-                self.refs[name, prompt] = json.loads(r.stdout)["logits_hash"]
+                self.remember(name, prompt, r.stdout)
             self.slow = max(1.0, (time.monotonic() - began) / len(PROMPTS) / 0.15)
             r = subprocess.run([str(a) for a in self.chat_argv([])], capture_output=True, text=True,
                                input="".join(t + "\n" for t in TURNS))
             for i, line in enumerate(r.stdout.splitlines()):
-                self.refs[name, i] = json.loads(line)["logits_hash"]
+                self.remember(name, i, line)
             self.stop_expertd(signal.SIGTERM)
             self.reap_expertd()
         if self.refs["a", PROMPTS[0]] == self.refs["b", PROMPTS[0]]:
             raise Wrong("the two models answer the same: the test would see nothing")
+
+    def remember(self, name, key, line):
+        answer = json.loads(line)
+        self.refs[name, key] = answer["logits_hash"]
+        self.tokens[name, key] = answer["generated_tokens"]
 
     def read_argv(self, prompt, options):
         return [self.program("inferd"), "run", *self.where(), "--prompt", prompt, "--raw", "-n", "3", *GREEDY, *options]
@@ -499,6 +504,12 @@ class Chaos:
                 self.fail(f"named: a {w.kind} fails with '{answer['error']}'")
             return None
         hashes = {self.refs[n, key] for n in w.models}
+        if answer["stop"] == "cancelled" and w.killed:  # SIGTERM cut it: what there is of it must be right
+            said = answer["generated_tokens"]
+            if not any(self.tokens[n, key][:len(said)] == said for n in w.models):
+                self.fail(f"bits: {w.kind} {key!r} was cut: {said}, undisturbed {[self.tokens[n, key] for n in w.models]}")
+            self.count["answer cut by SIGTERM"] += 1
+            return answer
         if answer["logits_hash"] not in hashes:
             self.fail(f"bits: {w.kind} {key!r}: {answer}, undisturbed {hashes} of {w.models}, after {w.touched}")
         self.count["right answer"] += 1
