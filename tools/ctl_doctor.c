@@ -34,6 +34,7 @@ void doctor_examine(struct doctor *d)
     doctor_check_ipc(d);
     doctor_check_space(d);
     doctor_check_memory(d);
+    doctor_check_held(d);
     doctor_check_memlock(d);
     doctor_check_pages(d);
     doctor_check_numa(d);

@@ -86,6 +86,7 @@ void doctor_check_numa(struct doctor *d);
 void doctor_check_model(struct doctor *d); /* before space and memory */
 void doctor_check_space(struct doctor *d);
 void doctor_check_memory(struct doctor *d);
+void doctor_check_held(struct doctor *d);
 void doctor_check_disk(struct doctor *d);
 /* The arena's folder and its file system, as expertd would choose it. False: it can't be looked at. */
 bool doctor_arena_place(const struct doctor *d, char dir[PRT_PATH_BYTES + 512], struct statfs *ret_fs);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Doctor: what a model needs, and whether memory, file system and disk give it. */
+#include "proto/prt_claim.h"
 #include "proto/prt_memory.h"
 #include "shm/shm_bell.h"
 #include "tools/ctl_doctor.h"
@@ -186,6 +187,21 @@ void doctor_check_memory(struct doctor *d)
                    "%s may be taken (%s), the arena needs about %s%s; up to %s are parked by --park auto", a,
                    whose, b, d->held ? " more" : "", c);
     }
+}
+
+void doctor_check_held(struct doctor *d)
+{
+    struct prt_claim *claims = d->paths ? calloc(PRT_CLAIM_MAX, sizeof *claims) : NULL;
+    char text[320] = "none", size[24];
+    int n = claims ? prt_claim_list(d->paths, NULL, claims) : 0;
+    uint64_t sum = prt_claim_text(claims, n, text, sizeof text);
+    free(claims);
+    prt_size_text(sum, size);
+    if (n)
+        doctor_say(d, DOCTOR_OK, "held", "%s by instances: %s; expertctl evict gives a kept one back", size,
+                   text);
+    else
+        doctor_say(d, DOCTOR_OK, "held", "no instance of this runtime directory holds memory");
 }
 
 /* ---- disk ---- */

@@ -25,6 +25,7 @@ def test_an_instance_that_does_not_fit_is_refused_with_numbers(world):
     size = world.status("a")["arena"]["bytes"]
     world.ctl("stop", instance="a")
     assert a.wait() == 0 and arena(world, "a").stat().st_size == size
+    assert f"a {size / 2**20:.1f} MiB (kept)" in world.ctl("doctor", check=False).stdout
     budget = size + size // 2
     b = world.expertd("--memory-budget", budget, instance="b", wait=False)
     assert b.wait() == 1

@@ -141,6 +141,19 @@ Test(claim, a_budget_is_kept)
     cr_assert_eq(prt_claim_read(&x, &c, &err), -ENOENT);
 }
 
+Test(claim, an_error_of_memory_names_who_holds_some)
+{
+    struct prt_paths x = paths_of("x");
+    struct shm_error e = {0};
+    shm_error_set(&e, ENOSPC, "tmpfs has too little");
+    exd_budget_explain(&x, &e);
+    cr_assert_str_eq(e.text, "tmpfs has too little");
+    put("b", 0, 8 * MIB, 4 * MIB);
+    exd_budget_explain(&x, &e);
+    cr_assert_str_eq(e.text, "tmpfs has too little; other instances hold: b 4.0 MiB (kept)");
+    cr_assert_eq(e.code, -ENOSPC);
+}
+
 #define STARTS 6
 
 static void *start_one(void *arg)
