@@ -69,7 +69,9 @@ static int pick_dir(const struct exd_arena_config *c, struct exd_place *p, struc
         return shm_error_set(err, EINVAL, "instance '%s': is not a plain name", name);
     if (c->arena_dir) {
         if (!realpath(c->arena_dir, top))
-            return shm_error_set(err, errno, "--arena-dir %s: %m", c->arena_dir);
+            return shm_error_set(
+                err, errno, "--arena-dir %s: %m; name a directory that is there, on a tmpfs or hugetlbfs",
+                c->arena_dir);
         p->own_dir = true;
         if ((rc = join(p->dir, top, name, err)))
             return rc;

@@ -36,7 +36,7 @@ static void be_host(struct exd_device *d, const char *why)
 {
     close_gpus(d);
     snprintf(d->why, sizeof(d->why), "%s", why);
-    snprintf(d->text, sizeof(d->text), "host (%.110s)", why);
+    snprintf(d->text, sizeof(d->text), "host (%.120s)", why);
 }
 
 /* One GPU, by a thread of its own where there are several: a context takes the driver most of a second. */

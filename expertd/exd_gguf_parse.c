@@ -373,8 +373,10 @@ static int parse_head(struct cursor *c, uint64_t *ret_tensors, uint64_t *ret_key
     if (r < 0)
         return r;
     if (memcmp(c->buf, "GGUF", 4) != 0)
-        return shm_error_set(c->err, EINVAL, "%s: not a GGUF file (it does not begin with \"GGUF\")",
-                             c->part->path);
+        return shm_error_set(
+            c->err, EINVAL,
+            "%s: not a GGUF file (it does not begin with \"GGUF\"): name a model in that format",
+            c->part->path);
     c->pos = 4;
     r = take_u32(c, "the version", &version);
     if (r < 0)

@@ -60,8 +60,7 @@ static int load(void)
         path = LIBRARY;
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library)
-        return shm_error_set(&load_error, ENOENT, "no CUDA driver: %s (is the NVIDIA driver installed?)",
-                             dlerror());
+        return shm_error_set(&load_error, ENOENT, "no CUDA driver: %s (is it installed?)", dlerror());
     /* never closed: the driver has threads and exit handlers of its own */
     int (*get_version)(int *) = NULL;
     get_address_fn get_address = NULL;

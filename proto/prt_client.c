@@ -39,10 +39,13 @@ int prt_client_open(const char *runtime_dir, const char *instance, uint32_t flag
         rc = prt_paths_check(&c->paths, err);
     if (rc == 0)
         rc = prt_file_map_path(c->paths.store, sizeof(struct shm_header), false, &base, &c->store_bytes, err);
-    if (rc == -ENOENT)
+    if (rc == -ENOENT) {
+        bool named = strcmp(c->paths.instance, PRT_INSTANCE_DEFAULT) != 0;
         rc = shm_error_set(
-            err, ENOENT, "no expertd runs as instance '%s' in %s: start one with expertd --model FILE",
-            c->paths.instance, c->paths.runtime[0] ? c->paths.runtime : "the runtime directory");
+            err, ENOENT, "no expertd runs as instance '%s' in %s: start one with expertd --model FILE%s%s",
+            c->paths.instance, c->paths.runtime[0] ? c->paths.runtime : "the runtime directory",
+            named ? " --instance " : "", named ? c->paths.instance : "");
+    }
     if (rc < 0)
         goto fail;
     c->store = base;

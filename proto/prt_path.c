@@ -92,7 +92,11 @@ static int check_dir(const char *path, bool ours, struct shm_error *err)
     struct stat st;
     if (lstat(path, &st) < 0) {
         if (errno == ENOENT)
-            return shm_error_set(err, ENOENT, "%s: no such directory: no expertd was started here", path);
+            return shm_error_set(
+                err, ENOENT,
+                "%s: no such directory: no expertd was started here; is it another --instance or "
+                "--runtime-dir?",
+                path);
         return shm_error_set(err, errno, "%s: %s", path, strerror(errno));
     }
     if (!S_ISDIR(st.st_mode))

@@ -273,9 +273,12 @@ static void on_event(struct bufferevent *bev, short what, void *ctx)
     (void)bev;
     if (what & BEV_EVENT_CONNECTED)
         return;
-    if ((what & BEV_EVENT_ERROR) && !r->reply.status)
-        end(r, "connection", evutil_socket_error_to_string(EVUTIL_SOCKET_ERROR()));
-    else
+    if ((what & BEV_EVENT_ERROR) && !r->reply.status) {
+        int error = EVUTIL_SOCKET_ERROR();
+        end(r, "connection",
+            error == ECONNREFUSED ? "refused: is 'inferd serve' running there?"
+                                  : evutil_socket_error_to_string(error));
+    } else
         complete(r, r->state == AT_BODY && r->left == UINT64_MAX);
 }
 

@@ -43,9 +43,10 @@ static int choose(const struct prt_paths *paths, const struct ctl_options *o,
     for (uint32_t i = 0; i < o->n_pids; i++) {
         int rc = prt_serve_read(paths, o->pids[i], &ret_chosen[i], err);
         if (rc == -ENOENT)
-            return shm_error_set(
-                err, ENOENT, "workers %s: process %u is no 'inferd serve' of instance %s that was ever ready",
-                o->worker_action, o->pids[i], paths->instance);
+            return shm_error_set(err, ENOENT,
+                                 "workers %s: process %u is no 'inferd serve' of instance %s that was ever "
+                                 "ready; 'expertctl workers' lists them",
+                                 o->worker_action, o->pids[i], paths->instance);
         if (rc)
             return rc;
     }

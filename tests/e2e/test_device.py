@@ -48,6 +48,8 @@ def test_no_driver(world, monkeypatch):
     assert auto["device"].startswith("host") and "no CUDA driver" in auto["device_note"]
     said = world.inferd("run", *options).stderr
     assert said.count("no CUDA driver") == 1 and "computed on the host" in said, said
+    status = world.ctl("status").stdout
+    assert "No such file or directory (is it installed?))\n" in status, status  # the whole of it
     assert "no CUDA driver" not in world.inferd("run", *options, "--device", "host").stderr
     assert world.inferd("run", *options, "--quiet").stderr == ""
 
