@@ -304,6 +304,8 @@ int exd_arena_open(const struct exd_arena_config *config, const struct exd_plan 
     }
     snprintf(a->path, sizeof a->path, "%.*s/%s", EXD_ARENA_PATH_MAX - 16, a->place.dir, EXD_ARENA_FILE);
     snprintf(a->warning, sizeof a->warning, "%s", a->place.warning);
+    if (config->placed)
+        config->placed(config->placed_ctx, a->path);
     unlinkat(a->place.dir_fd, EXD_ARENA_NEW, 0); /* of a life that ended before its arena was in place */
 
     struct shm_error why = {0};

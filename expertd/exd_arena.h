@@ -71,6 +71,9 @@ struct exd_arena_config {
     /* Lines for the log; may be NULL. warning: worth a look. */
     void (*log)(void *ctx, bool warning, const char *line);
     void *log_ctx;
+    /* Called with the arena's path once its place is locked, before there is anything; may be NULL. */
+    void (*placed)(void *ctx, const char *path);
+    void *placed_ctx;
     const char *limits_root; /* exd_limits_need.root: seam for tests; NULL */
 };
 

@@ -7,13 +7,14 @@
 #define EXD_ARENA_PRIV_H
 
 #include "expertd/exd_arena.h"
+#include "proto/prt_claim.h"
 
 #include <pthread.h>
 #include <stddef.h>
 
-#define EXD_ARENA_FILE     "arena"
-#define EXD_ARENA_NEW      "arena.new"
-#define EXD_ARENA_LOCK     "arena.lock"
+#define EXD_ARENA_FILE     PRT_ARENA_FILE
+#define EXD_ARENA_NEW      PRT_ARENA_NEW
+#define EXD_ARENA_LOCK     PRT_ARENA_LOCK
 #define EXD_ARENA_PATH_MAX 1024 /* of the file, as struct shm_store carries it */
 
 struct exd_place {

@@ -14,9 +14,10 @@
 #ifndef EXD_PARK_H
 #define EXD_PARK_H
 
+#include "proto/prt_claim.h"
 #include "proto/prt_control_gen.h"
 
-#define EXD_PARK_FILE     "park"
+#define EXD_PARK_FILE     PRT_PARK_FILE
 #define EXD_PARK_SESSIONS 64u /* that use it at one time */
 
 struct exd_park;

@@ -164,6 +164,13 @@ static void settle(struct exd_start *s)
     exd_budget_settle(&s->budget, info.path, park.bytes);
 }
 
+/* Told before the arena takes memory: who is killed meanwhile leaves nothing that nobody counts. */
+static void on_placed(void *ctx, const char *path)
+{
+    struct exd_start *s = ctx;
+    exd_budget_settle(&s->budget, path, s->budget.park_bytes);
+}
+
 static int open_all(struct exd_daemon *d)
 {
     struct exd_start *s = &d->start;
@@ -189,7 +196,9 @@ static int open_all(struct exd_daemon *d)
                                      .arena_dir = o->arena_dir,
                                      .pin = o->pin,
                                      .cancel = &s->cancel,
-                                     .log = exd_log_note};
+                                     .log = exd_log_note,
+                                     .placed = on_placed,
+                                     .placed_ctx = s};
     /* Before memory is taken, and before many page faults: they would keep the driver from mapping its own.
      */
     rc = exd_device_end(s->device, &s->error);

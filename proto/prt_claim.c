@@ -68,6 +68,37 @@ int prt_claim_write(const struct prt_paths *paths, const struct prt_claim *claim
     return shm_error_set(err, error, "%.300s: %s%s", path, strerror(error), shm_error_remedy(error));
 }
 
+/* Of a file of ours beside the arena: what it takes, which may be less than its length. */
+static uint64_t taken(const char *dir, const char *name)
+{
+    char path[PRT_PATH_BYTES + 32];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    bool file = lstat(path, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
+    return file && (uint64_t)st.st_blocks <= BYTES_MAX / 512 ? (uint64_t)st.st_blocks * 512 : 0;
+}
+
+/* What an expertd that is gone left. */
+static uint64_t left_behind(const struct prt_paths *paths, const char *arena)
+{
+    char dir[PRT_PATH_BYTES];
+    struct stat st, own;
+    uint64_t sum = 0;
+    if (stat(arena, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size <= BYTES_MAX)
+        sum = (uint64_t)st.st_size;
+    snprintf(dir, sizeof dir, "%s", arena);
+    char *slash = strrchr(dir, '/');
+    if (slash && slash != dir) {
+        *slash = 0;
+        sum += taken(dir, PRT_ARENA_NEW);
+        if (stat(dir, &st) == 0 && stat(paths->dir, &own) == 0 &&
+            (st.st_ino != own.st_ino || st.st_dev != own.st_dev))
+            sum += taken(dir, PRT_PARK_FILE);
+    }
+    sum += taken(paths->dir, PRT_PARK_FILE);
+    return sum < BYTES_MAX ? sum : BYTES_MAX;
+}
+
 int prt_claim_read(const struct prt_paths *paths, struct prt_claim *ret_claim, struct shm_error *err)
 {
     char path[PRT_PATH_BYTES + 32], text[PRT_PATH_BYTES + 160];
@@ -96,9 +127,8 @@ int prt_claim_read(const struct prt_paths *paths, struct prt_claim *ret_claim, s
     c.running = c.pid && prt_process_alive((pid_t)c.pid, c.start);
     if (c.running)
         c.held_bytes = c.arena_bytes + c.park_bytes;
-    else if (c.arena_path[0] && stat(c.arena_path, &st) == 0 && S_ISREG(st.st_mode) &&
-             (uint64_t)st.st_size <= BYTES_MAX)
-        c.held_bytes = (uint64_t)st.st_size;
+    else if (c.arena_path[0])
+        c.held_bytes = left_behind(paths, c.arena_path);
     *ret_claim = c;
     return 0;
 }

@@ -6,8 +6,10 @@
  * path. It stays with a kept arena, and goes with it.
  *
  * A claim counts in full while its process lives (it may still be filling the
- * arena); after that as much as the arena's file has. Adding a claim is done
- * under prt_claim_lock(), so that two that start at once are not both let in.
+ * arena); after that as much as what it left has: the arena, one that was being
+ * made, and parked keys and values, when it was killed. Adding a claim is done
+ * under prt_claim_lock(), so that two that start at once are not both let in;
+ * so is taking one away with what it claims (expertctl evict).
  */
 #ifndef PRT_CLAIM_H
 #define PRT_CLAIM_H
@@ -19,6 +21,13 @@
 #include <sys/types.h>
 
 #define PRT_CLAIM_MAX 64 /* instances looked at */
+
+/* What a claim is for lies under these names where the arena is; the park, where that is no memory file
+ * system, in the instance's directory. */
+#define PRT_ARENA_FILE "arena"
+#define PRT_ARENA_NEW  "arena.new" /* while its memory is allocated */
+#define PRT_ARENA_LOCK "arena.lock"
+#define PRT_PARK_FILE  "park"
 
 struct prt_claim {
     char instance[PRT_INSTANCE_MAX + 1];

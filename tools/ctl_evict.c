@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #define STOP_MS 10000
+#define LOCK_MS 10000
 
 struct names {
     char text[256];
@@ -101,12 +102,12 @@ static int end_running(const struct ctl_options *o, const struct prt_claim *clai
 /* As expertd's own (exd_arena_place.c): who holds the lock owns the files. */
 static int lock_arena(int dir_fd, const char *dir, int *ret_fd, struct shm_error *err)
 {
-    int fd = openat(dir_fd, "arena.lock", O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    int fd = openat(dir_fd, PRT_ARENA_LOCK, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
         return shm_error_set(err, errno, "evict: %.300s/arena.lock: %s", dir, strerror(errno));
     struct stat ours, named;
     if (flock(fd, LOCK_EX | LOCK_NB) != 0 || fstat(fd, &ours) != 0 ||
-        fstatat(dir_fd, "arena.lock", &named, AT_SYMLINK_NOFOLLOW) != 0 || ours.st_ino != named.st_ino) {
+        fstatat(dir_fd, PRT_ARENA_LOCK, &named, AT_SYMLINK_NOFOLLOW) != 0 || ours.st_ino != named.st_ino) {
         close(fd);
         return shm_error_set(err, EBUSY,
                              "evict: %.300s/arena is in use by an expertd that starts: stop it first", dir);
@@ -118,7 +119,7 @@ static int lock_arena(int dir_fd, const char *dir, int *ret_fd, struct shm_error
 /* The files, and the directories that were made for them. */
 static int drop(const struct prt_paths *paths, const char *arena, struct shm_error *err)
 {
-    char dir[PRT_PATH_BYTES], user[64];
+    char dir[PRT_PATH_BYTES], park[PRT_PATH_BYTES + 8], user[64];
     struct stat a, b;
     int lock = -1;
     snprintf(dir, sizeof dir, "%s", arena);
@@ -136,10 +137,13 @@ static int drop(const struct prt_paths *paths, const char *arena, struct shm_err
         close(dir_fd);
         return rc;
     }
-    if (unlinkat(dir_fd, "arena", 0) != 0)
+    if (unlinkat(dir_fd, PRT_ARENA_FILE, 0) != 0 && errno != ENOENT) /* killed before it was in place */
         rc = shm_error_set(err, errno, "evict: %.300s: %s", arena, strerror(errno));
-    unlinkat(dir_fd, "arena.new", 0);
-    unlinkat(dir_fd, "arena.lock", 0);
+    unlinkat(dir_fd, PRT_ARENA_NEW, 0);
+    unlinkat(dir_fd, PRT_PARK_FILE, 0); /* of one that was killed */
+    snprintf(park, sizeof park, "%s/" PRT_PARK_FILE, paths->dir);
+    unlink(park);
+    unlinkat(dir_fd, PRT_ARENA_LOCK, 0);
     bool own =
         fstat(dir_fd, &a) == 0 && (stat(paths->dir, &b) != 0 || a.st_ino != b.st_ino || a.st_dev != b.st_dev);
     if (own && rmdir(dir) == 0) {
@@ -154,11 +158,38 @@ static int drop(const struct prt_paths *paths, const char *arena, struct shm_err
     return rc;
 }
 
+/* Under the lock of the claims: an expertd that starts waits for it with its own. */
+static int give_back(const struct prt_paths *paths, struct prt_claim *ret_claim, struct shm_error *err)
+{
+    struct names names = {0};
+    struct shm_error why = {0};
+    int rc = prt_claim_read(paths, ret_claim, &why);
+    if (rc == -ENOENT) { /* nothing was kept (--no-keep) */
+        ret_claim->held_bytes = 0;
+        return 0;
+    }
+    if (rc)
+        return *err = why, rc;
+    if (ret_claim->running)
+        return shm_error_set(err, EBUSY, "evict: instance %s was started again (pid %u): stop it first",
+                             paths->instance, ret_claim->pid);
+    find_mappers(ret_claim->arena_path, &names);
+    if (names.n)
+        return shm_error_set(err, EBUSY,
+                             "evict: %u processes still have the arena of instance %s mapped: %s: end them "
+                             "first",
+                             names.n, paths->instance, names.text);
+    if (ret_claim->held_bytes && (rc = drop(paths, ret_claim->arena_path, err)))
+        return rc;
+    prt_claim_remove(paths);
+    return 0;
+}
+
 int ctl_evict(const struct ctl_options *o, struct shm_error *err)
 {
     struct prt_paths paths;
     struct prt_claim claim;
-    struct names names = {0};
+    int lock = -1;
     int rc = prt_paths_make(o->runtime_dir, o->instance, &paths, err);
     if (!rc)
         rc = prt_paths_check(&paths, err);
@@ -172,26 +203,13 @@ int ctl_evict(const struct ctl_options *o, struct shm_error *err)
     if (!rc && claim.running) {
         rc = end_running(o, &claim, err);
         *err = rc ? *err : (struct shm_error){0}; /* that it ended before it had answered is no failure */
-        if (!rc)
-            rc = prt_claim_read(&paths, &claim, err);
-        if (rc == -ENOENT) { /* nothing was kept (--no-keep) */
-            *err = (struct shm_error){0};
-            claim.held_bytes = 0;
-            rc = 0;
-        }
     }
+    if (rc || prt_claim_lock(&paths, LOCK_MS, &lock, err))
+        return CTL_EXIT_PROBLEM;
+    rc = give_back(&paths, &claim, err);
+    close(lock);
     if (rc)
         return CTL_EXIT_PROBLEM;
-    find_mappers(claim.arena_path, &names);
-    if (names.n) {
-        shm_error_set(err, EBUSY,
-                      "evict: %u processes still have the arena of instance %s mapped: %s: end them first",
-                      names.n, paths.instance, names.text);
-        return CTL_EXIT_PROBLEM;
-    }
-    if (claim.held_bytes && drop(&paths, claim.arena_path, err))
-        return CTL_EXIT_PROBLEM;
-    prt_claim_remove(&paths);
     char size[24];
     prt_size_text(claim.held_bytes, size);
     if (o->json)

@@ -69,3 +69,28 @@ def test_evict_leaves_alone_what_is_in_use(world):
     assert out["evict"] and out["bytes"] > 0 and pathlib.Path(out["path"]) == arena(world, "default")
     assert list((world.arena / "default").iterdir()) == []
     evict(world, "nobody", 2)
+
+
+def test_evict_gives_back_what_a_killed_expertd_left(world):
+    d = world.expertd("--park", "64M")
+    place = arena(world, "default").parent
+    assert (place / "park").exists()
+    d.kill()
+    d.wait()
+    (place / "arena").rename(place / "arena.new")  # as if it was killed while the memory was allocated
+    evict(world, "default", 0, ["given back"])
+    assert not place.exists()
+    evict(world, "default", 1, ["holds no arena"])
+
+
+def test_evict_while_the_instance_starts_again(world):
+    """Either it says that it is in use, or the start builds the arena anew; the claim is there in any case."""
+    d = world.expertd()
+    for _ in range(3):
+        d.kill()
+        d.wait()
+        d = world.expertd(wait=False)
+        r = world.ctl("evict", "default", check=False)
+        assert r.returncode in (0, 1) and len((r.stdout + r.stderr).splitlines()) == 1
+        world.until(lambda: world.status().get("state") == "serving", what=d.text())
+        assert (world.runtime / "expertd/default/arena.claim").exists() and arena(world, "default").exists()

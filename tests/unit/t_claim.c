@@ -84,6 +84,35 @@ Test(claim, counts_what_is_there)
     cr_assert_eq(prt_claim_list(&x, NULL, list), 2); /* runs, x */
 }
 
+/* A file of so many bytes of memory. */
+static void fill(const char *dir, const char *name, size_t bytes)
+{
+    char path[PRT_PATH_BYTES + 32];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    char *data = malloc(bytes);
+    memset(data, 7, bytes);
+    FILE *f = fopen(path, "we");
+    cr_assert(f && fwrite(data, bytes, 1, f) == 1 && fclose(f) == 0);
+    free(data);
+}
+
+Test(claim, counts_what_a_killed_one_left)
+{
+    struct prt_claim c;
+    char dir[PRT_PATH_BYTES + 16];
+    put("k", 0, 8 * MIB, 4 * MIB);
+    struct prt_paths k = paths_of("k");
+    snprintf(dir, sizeof dir, "%s/a place", k.dir);
+    fill(dir, "park", MIB);
+    cr_assert_eq(prt_claim_read(&k, &c, &err), 0);
+    cr_assert(c.held_bytes >= 5 * MIB && c.held_bytes < 6 * MIB);
+    fill(k.dir, "park", 2 * MIB); /* where it is when the arena is on no memory file system */
+    fill(dir, "arena.new", 4 * MIB);
+    unlink(c.arena_path);
+    cr_assert_eq(prt_claim_read(&k, &c, &err), 0);
+    cr_assert(c.held_bytes >= 7 * MIB && c.held_bytes < 8 * MIB);
+}
+
 Test(claim, damaged_ones_are_refused)
 {
     static const char *const texts[] = {"",
