@@ -68,8 +68,7 @@ void emu_wait(unsigned left);
 
 /* A barrier, in shared memory: phases gone by, arrivals of a phase, arrivals and bytes missing. */
 struct emu_barrier_state {
-    uint16_t phase;
-    uint8_t arrivals, missing;
+    uint32_t phase : 8, arrivals : 12, missing : 12;
     int32_t bytes;
 };
 static inline emu_barrier_state *emu_barrier_at(uint32_t barrier)

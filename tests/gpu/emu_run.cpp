@@ -143,7 +143,7 @@ emu_lanes *emu_exchange(const void *mine, size_t bytes, void (*work)(emu_lanes &
 void emu_barrier_count(uint32_t barrier, unsigned arrivals, int32_t bytes)
 {
     emu_barrier_state *b = emu_barrier_at(barrier);
-    b->missing -= (uint8_t)arrivals;
+    b->missing -= arrivals & 0xfffu;
     b->bytes += bytes;
     if (b->missing == 0 && b->bytes == 0) {
         b->missing = b->arrivals;

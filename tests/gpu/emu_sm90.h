@@ -80,7 +80,7 @@ static inline void products_see()
 
 static inline void barrier_init(uint32_t barrier, uint32_t arrivals)
 {
-    *emu_barrier_at(barrier) = {0, (uint8_t)arrivals, (uint8_t)arrivals, 0};
+    *emu_barrier_at(barrier) = {0, arrivals & 0xfffu, arrivals & 0xfffu, 0};
 }
 static inline void barrier_arrive(uint32_t barrier)
 {
