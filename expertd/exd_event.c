@@ -3,6 +3,7 @@
 
 #include "expertd/exd_log.h"
 #include "proto/prt_file.h"
+#include "proto/prt_guard.h"
 #include "shm/shm_store.h"
 
 #include <errno.h>
@@ -70,6 +71,7 @@ static int create(struct exd_events *e, const char *temporary)
         rc = prt_file_map(e->fd, temporary, e->bytes, true, &e->base, &err);
     if (rc < 0)
         return rc;
+    prt_guard_add(e->base, e->bytes, "events", e->path, "start expertd again");
     shm_event_init(e->base, "expertd", capacity, RINGS, (uint32_t)getpid(), start);
     rc = allocate(e, 0);
     if (rc < 0)
@@ -87,6 +89,7 @@ static void before_path(const char *path, char ret_path[PRT_PATH_BYTES + 8])
 
 static void free_events(struct exd_events *e)
 {
+    prt_guard_remove(e->base);
     if (e->base)
         munmap(e->base, e->bytes);
     if (e->fd >= 0)

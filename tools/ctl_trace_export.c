@@ -8,10 +8,13 @@
 #include "tools/ctl_trace.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #define DEPTH_MAX 8
 #define SLOTS_MAX (1u << 20)
@@ -295,6 +298,20 @@ static void write_all(struct export *x, const struct trace_place *order, uint64_
     fputs("\n]}\n", x->f);
 }
 
+/* Events of an expertd, which may be running and would not survive being cut, or a recording. */
+static bool holds_events(const char *path)
+{
+    char magic[6] = "";
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    struct stat st;
+    bool found = fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) &&
+                 pread(fd, magic, sizeof magic, 0) == sizeof magic &&
+                 (memcmp(magic, "EXDEVT", 6) == 0 || memcmp(magic, "EXDREC", 6) == 0);
+    if (fd >= 0)
+        close(fd);
+    return found;
+}
+
 int trace_export(const struct trace *t, const struct ctl_options *options, struct shm_error *err)
 {
     struct trace_place *order = NULL;
@@ -306,8 +323,10 @@ int trace_export(const struct trace *t, const struct ctl_options *options, struc
     int rc = x.slots && x.open ? trace_order(t, options->worker, &order, &n) : -ENOMEM;
     if (rc)
         shm_error_set(err, rc, "export: %s", strerror(-rc));
+    if (!rc && out && holds_events(out))
+        rc = shm_error_set(err, EEXIST, "%s: holds events itself: name another file with --output", out);
     if (!rc && out && !(x.f = fopen(out, "we")))
-        rc = shm_error_set(err, errno, "%s: %s", out, strerror(errno));
+        rc = shm_error_set(err, errno, "%s: %s%s", out, strerror(errno), shm_error_remedy(errno));
     if (!rc)
         write_all(&x, order, n);
     if (!rc && out && (fflush(x.f) || ferror(x.f)))

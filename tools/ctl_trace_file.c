@@ -293,7 +293,9 @@ static void write_events(FILE *f, uint32_t track, struct trace_track *k)
         write_chunk(f, CHUNK_EVENTS, &head, sizeof head, rest, head.n * sizeof *rest);
     }
     k->written += k->n;
-    k->n = 0;
+    k->n = k->room = 0;
+    free(k->event); /* most tracks are of who is gone, in a long recording */
+    k->event = NULL;
 }
 
 static int write_new(FILE *f, struct trace *t, uint32_t *sources, uint32_t *tracks)
@@ -331,6 +333,34 @@ static void print_summary(const struct trace *t, const struct ctl_options *o)
         fprintf(stderr, "expertctl: not looked at: %s\n", t->note);
 }
 
+/* For writing. A file that is neither empty nor a recording stays as it is: it may be the events of a running
+ * expertd, which would not survive that. */
+static int open_output(const char *path, struct shm_error *err)
+{
+    char magic[sizeof MAGIC - 1];
+    struct stat st;
+    bool special = stat(path, &st) == 0 && !S_ISREG(st.st_mode);
+    int fd = special ? open(path, O_WRONLY | O_CLOEXEC | O_NOCTTY)
+                     : open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOCTTY, 0600);
+    if (fd < 0)
+        return shm_error_set(err, errno, "%s: %s%s: name another file", path, strerror(errno),
+                             shm_error_remedy(errno));
+    int rc = 0;
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) {
+        if (st.st_size &&
+            (pread(fd, magic, sizeof magic, 0) != sizeof magic || memcmp(magic, MAGIC, sizeof magic) != 0))
+            rc = shm_error_set(err, EEXIST, "%s: is there and no recording: name another file, or remove it",
+                               path);
+        else if (ftruncate(fd, 0) < 0)
+            rc = shm_error_set(err, errno, "%s: %s", path, strerror(errno));
+    }
+    if (rc) {
+        close(fd);
+        return rc;
+    }
+    return fd;
+}
+
 int trace_record(const struct ctl_options *o, const volatile sig_atomic_t *stop, struct shm_error *err)
 {
     struct trace t = {0};
@@ -340,10 +370,10 @@ int trace_record(const struct ctl_options *o, const volatile sig_atomic_t *stop,
         trace_free(&t);
         return rc;
     }
-    int fd = open(o->trace_file, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    int fd = open_output(o->trace_file, err);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
     if (!f)
-        rc = shm_error_set(err, errno, "%s: %s", o->trace_file, strerror(errno));
+        rc = fd < 0 ? fd : shm_error_set(err, errno, "%s: %s", o->trace_file, strerror(errno));
     uint32_t sources = 0, tracks = 0;
     if (!rc) {
         struct file_head head = {.magic = MAGIC, .byte_order = BYTE_ORDER_};
@@ -362,7 +392,7 @@ int trace_record(const struct ctl_options *o, const volatile sig_atomic_t *stop,
     else if (!f && fd >= 0)
         close(fd);
     if (rc && !err->code)
-        shm_error_set(err, rc, "%s: %s", o->trace_file, strerror(-rc));
+        shm_error_set(err, rc, "%s: %s%s", o->trace_file, strerror(-rc), shm_error_remedy(rc));
     if (!rc)
         print_summary(&t, o);
     trace_live_close(&live);

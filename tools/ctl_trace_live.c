@@ -31,6 +31,7 @@ struct segment {
     ino_t inode;
     uint32_t pid, fd;
     uint64_t start;
+    bool gone; /* its process is */
 };
 
 struct trace_live {
@@ -160,6 +161,23 @@ static int add_segment(struct trace_live *l, const struct segment *from, const c
     return 0;
 }
 
+static void drop_segment(struct trace_live *l, uint32_t index)
+{
+    free(l->segment[index].ring);
+    munmap(l->segment[index].base, l->segment[index].bytes);
+    l->segment[index] = l->segment[--l->segments];
+}
+
+/* Of workers that are gone, once all that they wrote was read: memory is not kept for who comes and goes. */
+static void drop_the_dead(struct trace_live *l)
+{
+    for (uint32_t i = l->segments; i-- > 0;)
+        if (l->segment[i].gone)
+            drop_segment(l, i);
+        else if (l->segment[i].pid && !prt_process_alive((pid_t)l->segment[i].pid, l->segment[i].start))
+            l->segment[i].gone = true; /* and read once more */
+}
+
 static int look_for_expertd(struct trace_live *l, struct shm_error *err)
 {
     struct stat st;
@@ -254,6 +272,8 @@ int trace_live_poll(struct trace_live *l, bool look, struct shm_error *err)
 {
     struct shm_error why = {0};
     l->trace->note[0] = '\0';
+    if (look)
+        drop_the_dead(l);
     if (look && (look_for_expertd(l, &why) || look_for_workers(l, &why)))
         snprintf(l->trace->note, sizeof l->trace->note, "%s", shm_error_text(&why));
     int rc = 0;

@@ -167,6 +167,16 @@ static double number(struct argp_state *state, const char *option, const char *a
     return value;
 }
 
+/* A whole one from 1 on. */
+static uint32_t whole(struct argp_state *state, const char *option, const char *arg, uint64_t high)
+{
+    uint64_t n = 0;
+    struct shm_error err = {0};
+    if (shm_number_parse(option, arg, 1, high, &n, &err))
+        argp_error(state, "%s", shm_error_text(&err));
+    return (uint32_t)n;
+}
+
 /* A setting of configure; rc and err from its parser. */
 static error_t setting(struct argp_state *state, int rc, const struct shm_error *err)
 {
@@ -246,6 +256,24 @@ static error_t parse_trace(struct parsed *p, const char *arg, struct argp_state 
     return 0;
 }
 
+/* What is given and does nothing there was meant to do something. */
+static void check_trace(const struct ctl_options *o, struct argp_state *state)
+{
+    bool record = strcmp(o->trace_action, "record") == 0, show = strcmp(o->trace_action, "show") == 0;
+    if (record && !o->trace_file)
+        argp_error(state, "trace record: a file is missing");
+    if (o->watch_s > 0)
+        argp_error(state, "trace %s: --watch does not go with it; record follows what comes",
+                   o->trace_action);
+    const char *idle = o->output && (record || show) ? "output"
+                       : o->seconds >= 0 && !record  ? "seconds"
+                       : o->worker && record         ? "worker"
+                       : o->count && !show           ? "count"
+                                                     : NULL;
+    if (idle)
+        argp_error(state, "trace %s: --%s does not go with it", o->trace_action, idle);
+}
+
 static error_t parse(int key, char *arg, struct argp_state *state)
 {
     struct parsed *p = state->input;
@@ -263,10 +291,10 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         p->options.watch_s = number(state, "watch", arg, 0, 86400);
         return 0;
     case 'p':
-        p->options.worker = (uint32_t)number(state, "worker", arg, 0, 4194304);
+        p->options.worker = whole(state, "--worker", arg, 4194304);
         return 0;
     case 'n':
-        p->options.count = (uint32_t)number(state, "count", arg, 0, 1e9);
+        p->options.count = whole(state, "--count", arg, 1000000000);
         return 0;
     case OPT_LIST:
         p->options.list = true;
@@ -309,12 +337,8 @@ static error_t parse(int key, char *arg, struct argp_state *state)
                    arg);
         return 0;
     case ARGP_KEY_END:
-        if (p->options.trace_action && strcmp(p->options.trace_action, "record") == 0 &&
-            !p->options.trace_file)
-            argp_error(state, "trace record: a file is missing");
-        if (p->options.trace_action && p->options.watch_s > 0)
-            argp_error(state, "trace %s: --watch does not go with it; record follows what comes",
-                       p->options.trace_action);
+        if (p->options.trace_action)
+            check_trace(&p->options, state);
         return 0;
     case ARGP_KEY_NO_ARGS:
         argp_error(state, "a command is missing");

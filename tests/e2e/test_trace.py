@@ -312,3 +312,48 @@ def test_probes_are_there(program, probes):
                                       if line.strip().startswith(("Provider:", "Name:"))])] * 2):
         found[provider].add(name)
     assert found == {program.name: probes}
+
+
+def test_files_of_events_are_not_written_over(world, tmp_path):
+    d = world.expertd()
+    events, recorded, other = where(world, "events"), tmp_path / "r", tmp_path / "other"
+    world.ctl("trace", "record", recorded, "--seconds", "0")
+    world.ctl("trace", "record", recorded, "--seconds", "0")  # a recording is replaced
+    other.write_text("a letter")
+    length = events.stat().st_size
+    for argv in (["record", events, "--seconds", "0"], ["record", other, "--seconds", "0"],
+                 ["export", "--output", events], ["export", recorded, "--output", recorded]):
+        r = world.ctl("trace", *argv, check=False)
+        assert r.returncode == 2 and "name another file" in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
+    assert events.stat().st_size == length and other.read_text() == "a letter"
+    show(world, recorded)
+    os.truncate(events, 0)  # by somebody else: one line instead of a signal
+    world.ctl("stop", check=False)
+    assert d.wait() == 1 and "was truncated while it was in use" in d.text()
+
+
+def test_a_recording_keeps_nothing_of_workers_that_are_gone(world, tmp_path):
+    world.expertd()
+    p = world.spawn([EXPERTCTL, "trace", "record", tmp_path / "r", *world.where()], stdout=subprocess.DEVNULL)
+
+    def mapped():
+        with open(f"/proc/{p.pid}/maps") as f:
+            return sum("memfd" in line for line in f)
+
+    world.until(lambda: (tmp_path / "r").exists(), what="the recording begins")
+    c = Chat(world, *OPTIONS)
+    c.ask("Hello.")
+    world.until(lambda: mapped() == 1, what="the worker's events are mapped")
+    c.end()
+    world.until(lambda: mapped() == 0, what="they are given back")
+    p.send_signal(signal.SIGINT)
+    assert p.wait(30 * SLOW) == 0
+    trace = show(world, tmp_path / "r")
+    assert of(trace, "pass_end", "worker") and not any(t["lost"] for t in trace["tracks"])
+
+
+@pytest.mark.parametrize("argv", ["show -o x", "show --seconds 1", "record x -p 1", "record x -n 1", "export -n 1",
+                                  "show -n 0.5", "show -p 1.5"])
+def test_options_that_would_do_nothing_are_refused(world, argv):
+    r = world.ctl("trace", *argv.split(), check=False)
+    assert r.returncode == 2 and "--help" in r.stderr, r.stderr
