@@ -91,7 +91,7 @@ def main():
                 together = measure(readers, SECONDS / 2)
             alone = sum(alone) / len(alone)
             pids = [d.pid] + [r.process.pid for r in readers]
-            held, size = arena_pss(pids, world.arena), sum(f.stat().st_size for f in world.arena.rglob("*") if f.is_file())
+            held, size = arena_pss(pids, world.arena), sum(f.stat().st_size for f in world.arena.rglob("arena*") if f.is_file() and f.stat().st_size > 1 << 20)
             print(f"{count} GPUs, {TOKENS} tokens a read: one {alone:.0f} tokens/s, together "
                   f"{' + '.join(f'{x:.0f}' for x in together)} = {sum(together):.0f}, ratio {sum(together) / alone:.3f}; arena "
                   f"{size / 1e9:.2f} GB, held {held / 1e9:.2f} GB = {held / size:.3f} times by {len(pids)} processes; "
