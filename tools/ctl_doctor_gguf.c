@@ -94,15 +94,19 @@ static int skip_array(struct header *h)
     return rc;
 }
 
-enum { LAYERS, CONTEXT, HIDDEN, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, WORDS };
+enum { LAYERS, CONTEXT, HIDDEN, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT, WORDS };
 
 /* Keys of a model begin with its architecture's name: what follows it. */
 static int word_of(const char *key)
 {
-    static const char *const name[WORDS] = {
-        "block_count",           "context_length",          "embedding_length",
-        "attention.head_count",  "attention.head_count_kv", "attention.key_length",
-        "attention.value_length"};
+    static const char *const name[WORDS] = {"block_count",
+                                            "context_length",
+                                            "embedding_length",
+                                            "attention.head_count",
+                                            "attention.head_count_kv",
+                                            "attention.key_length",
+                                            "attention.value_length",
+                                            "alignment"};
     const char *dot = strchr(key, '.');
     for (int i = 0; dot && i < WORDS; i++)
         if (strcmp(dot + 1, name[i]) == 0)
@@ -132,6 +136,52 @@ static int read_entry(struct header *h, uint64_t word[WORDS])
     return rc;
 }
 
+/* What so many values take; of types that are not known here: nothing. */
+static uint64_t least_bytes(uint64_t type, uint64_t values)
+{
+    static const struct {
+        uint8_t type;
+        uint16_t values, bytes; /* of a block */
+    } types[] = {{0, 1, 4},      {1, 1, 2},      {2, 32, 18},   {3, 32, 20},    {6, 32, 22},
+                 {7, 32, 24},    {8, 32, 34},    {10, 256, 84}, {11, 256, 110}, {12, 256, 144},
+                 {13, 256, 176}, {14, 256, 210}, {30, 1, 2},    {39, 32, 17}};
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++)
+        if (types[i].type == type)
+            return values < UINT64_C(1) << 50 ? values / types[i].values * types[i].bytes : UINT64_C(1) << 53;
+    return 0;
+}
+
+/* Where data would have to end at least: by the beginnings of all tensors and the sizes of common types. */
+static int check_data(struct header *h, uint64_t tensors, uint64_t alignment)
+{
+    uint64_t need = 0;
+    for (uint64_t i = 0; i < tensors; i++) {
+        uint64_t dims, n, type, offset, values = 1;
+        int rc = skip_string(h);
+        if (rc || (rc = take_number(h, 4, &dims)))
+            return rc;
+        if (dims > 4)
+            return bad(h, "a tensor of more than 4 dimensions");
+        for (uint64_t k = 0; k < dims && !rc; k++) {
+            rc = take_number(h, 8, &n);
+            if (!rc && __builtin_mul_overflow(values, n, &values))
+                return bad(h, "a tensor that is too large");
+        }
+        if (rc || (rc = take_number(h, 4, &type)) || (rc = take_number(h, 8, &offset)))
+            return rc;
+        if (__builtin_add_overflow(offset, least_bytes(type, values), &n))
+            return bad(h, "a tensor that is too large");
+        need = need > n ? need : n;
+    }
+    uint64_t begin = (h->at + alignment - 1) / alignment * alignment;
+    if (tensors && (begin > h->size || need > h->size - begin))
+        return shm_error_set(h->err, EINVAL,
+                             "%.300s: its data ends after %" PRIu64 " bytes, at least %" PRIu64
+                             " belong there (incomplete download?): get the whole file",
+                             h->path, h->size > begin ? h->size - begin : 0, need);
+    return 0;
+}
+
 static int read_header(struct header *h, struct doctor_model *m)
 {
     uint64_t magic, version, tensors, keys, word[WORDS] = {0};
@@ -146,6 +196,8 @@ static int read_header(struct header *h, struct doctor_model *m)
     for (uint64_t i = 0; i < keys && !rc; i++)
         rc = read_entry(h, word);
     if (rc)
+        return rc;
+    if ((rc = check_data(h, tensors, word[ALIGNMENT] ? word[ALIGNMENT] : 32)))
         return rc;
     uint64_t heads = word[KV_HEADS] ? word[KV_HEADS] : word[HEADS];
     uint64_t dim = word[HEADS] ? word[HIDDEN] / word[HEADS] : 0;

@@ -431,3 +431,12 @@ def test_what_is_not_there_is_told_with_what_to_do(world):
     assert r.returncode == 2 and "is 'inferd serve' running there?" in r.stderr, (r.returncode, r.stderr)
     world.expertd()
     assert "'expertctl workers' lists them" in world.ctl("workers", "drain", os.getpid(), check=False).stderr
+
+
+def test_doctor_sees_that_a_model_is_not_whole(world):
+    whole = STORY.read_bytes()
+    cut = world.path / "cut.gguf"
+    for n in (len(whole) - 1, len(whole) // 2):
+        cut.write_bytes(whole[:n])
+        r = world.ctl("doctor", "--json", "--model", cut, check=False)
+        assert r.returncode == 1 and "incomplete download?" in r.stdout, r.stdout
