@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -216,3 +217,17 @@ def test_a_server_that_dies_is_no_end(world):
     out, _ = p.communicate(timeout=60 * SLOW)
     (s,) = json.loads(out)["loads"][0]["servers"]
     assert p.returncode == 1 and s["ok"] == 0 and set(s["errors"]) <= {"stream", "connection"} and sum(s["errors"].values()) == 6
+
+
+@pytest.mark.slow
+def test_tables_of_a_server():
+    """tests/bench/b_serve.py, with small loads: every part prints its table, and what was parked comes back."""
+    r = subprocess.run([sys.executable, str(TOP / "tests/bench/b_serve.py"), str(BUILD), str(TOP / "tools/model/story-q4_k.gguf"),
+                        "--ctx", "2048", "--kv-tokens", "8192", "--at-once", "2", "--rate", "", "--prompt", "20", "--answer", "4",
+                        "--together", "2x40", "--turn", "300+40", "--restart", "60", "--rounds", "1"],
+                       capture_output=True, text=True, timeout=240, preexec_fn=die_with_parent)
+    assert r.returncode == 0, r.stdout + r.stderr
+    assert r.stdout.count("\n### ") == 6 and "Traceback" not in r.stderr
+    row = next(line for line in r.stdout.splitlines() if line.startswith("| the long conversation goes on"))
+    prompt, cached = map(int, row.split("|")[3].split(","))
+    assert prompt > 250 and prompt - cached < 32
