@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 import select
 import shutil
 import signal
@@ -29,6 +30,7 @@ SLOW = 8 if "asan" in BUILD.name or "tsan" in BUILD.name else 1  # time limits a
 EXPERTD = BUILD / "expertd/expertd"
 INFERD = BUILD / "inferd/inferd"
 EXPERTCTL = BUILD / "tools/expertctl"
+PROGRAMS = {"expertd": EXPERTD, "inferd": INFERD, "expertctl": EXPERTCTL}
 MKMODEL = BUILD / "tools/mkmodel"
 
 
@@ -38,6 +40,15 @@ def pytest_configure(config):
 
 def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def check_options(commands):
+    """Each option of command lines that a manifest holds is one of its program's."""
+    for program, *words in commands:
+        first = [words[0]] if program == "inferd" else []
+        text = subprocess.run([str(PROGRAMS[program]), *first, "--help"], capture_output=True, text=True, check=True).stdout
+        for option in (w for w in words if w.startswith("--")):
+            assert re.search(rf"{option}\b", text), (program, option)
 
 
 def prompts():

@@ -2,10 +2,9 @@
 """tools/container against itself, the tree, and what this build's programs know. No image is built here: doc/serve-many.md
 says what was run."""
 import re
-import subprocess
 
 import pytest
-from conftest import EXPERTCTL, EXPERTD, INFERD, TOP
+from conftest import TOP, check_options
 
 yaml = pytest.importorskip("yaml")
 
@@ -14,7 +13,6 @@ COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 GPU = yaml.safe_load((FOLDER / "compose.gpu.yaml").read_text())
 SERVICES = COMPOSE["services"]
 MEMBERS = {n: s for n, s in SERVICES.items() if n != "anchor"}
-PROGRAMS = {"expertd": EXPERTD, "inferd": INFERD, "expertctl": EXPERTCTL}
 KNOWN = set("image build command user cap_drop security_opt read_only ulimits pid ipc container_name shm_size "
             "network_mode stop_signal restart depends_on volumes ports healthcheck stop_grace_period".split())
 
@@ -49,11 +47,7 @@ def test_containers_have_in_common_what_they_must():
 def test_commands_are_those_of_the_programs():
     commands = [s["command"] for s in MEMBERS.values()] + [SERVICES["expertd"]["healthcheck"]["test"][1:]]
     assert len(commands) == 4
-    for program, *words in commands:
-        first = [words[0]] if program == "inferd" else []
-        text = subprocess.run([str(PROGRAMS[program]), *first, "--help"], capture_output=True, text=True, check=True).stdout
-        for option in (w for w in words if w.startswith("--")):
-            assert re.search(rf"{option}\b", text), (program, option)
+    check_options(commands)
 
 
 def test_the_image_has_all_that_a_package_needs():

@@ -2,10 +2,9 @@
 """The manifests of tools/kubernetes against Kubernetes' own schemas, and against what this build's programs know.
 They were not applied to a cluster: see doc/serve-many.md."""
 import re
-import subprocess
 
 import pytest
-from conftest import EXPERTCTL, EXPERTD, INFERD, TOP
+from conftest import PROGRAMS, TOP, check_options
 from serving import Server
 
 validate = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate (PyPI; tools/check installs it)")
@@ -13,7 +12,6 @@ yaml = pytest.importorskip("yaml")
 
 FILES = sorted((TOP / "tools/kubernetes").glob("*.yaml"))
 DOCUMENTS = [(f.name, d) for f in FILES for d in yaml.safe_load_all(f.read_text())]
-PROGRAMS = {"expertd": EXPERTD, "inferd": INFERD, "expertctl": EXPERTCTL}
 
 
 def walk(value):
@@ -38,11 +36,7 @@ def test_commands_are_those_of_the_programs():
     commands = [v["command"] for _, d in DOCUMENTS for v in walk(d) if isinstance(v, dict) and
                 isinstance(v.get("command"), list) and v["command"][0] in PROGRAMS]
     assert len(commands) == 4
-    for program, *words in commands:
-        first = [words[0]] if program == "inferd" else []
-        text = subprocess.run([str(PROGRAMS[program]), *first, "--help"], capture_output=True, text=True, check=True).stdout
-        for option in (w for w in words if w.startswith("--")):
-            assert re.search(rf"{option}\b", text), (program, option)
+    check_options(commands)
 
 
 def test_parts_fit_together():
