@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/inf_parser_priv.h"
+#include "inferd/inf_utf8.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -132,7 +133,9 @@ static int in_content(struct inf_parser *p, bool final)
             p->state = INF_STATE_CALL;
             return 1;
         }
-        if (!final && s.n < strlen(p->call_start) && !memcmp(s.at, p->call_start, s.n))
+        size_t n;
+        bool cut = s.n && inf_utf8_step((const unsigned char *)s.at, s.n, &n) == INF_UTF8_PARTIAL;
+        if (!final && (cut || (s.n < strlen(p->call_start) && !memcmp(s.at, p->call_start, s.n))))
             return 0;
         p->call_start = NULL;
         return 1;
@@ -149,11 +152,11 @@ static int in_call(struct inf_parser *p, bool final)
     const char *end =
         n_end && p->buf.n ? memmem(p->buf.bytes + from, p->buf.n - from, p->call_end, n_end) : NULL;
     p->scanned = p->buf.n;
-    if (p->buf.n > CALL_BYTES_MAX)
+    struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", end ? (size_t)(end - p->buf.bytes) : p->buf.n};
+    if (body.n > CALL_BYTES_MAX)
         return -E2BIG;
     if (!end && !final)
         return 0;
-    struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", end ? (size_t)(end - p->buf.bytes) : p->buf.n};
     size_t used = body.n + (end ? n_end : 0);
     int rc = inf_parse_calls(p, body);
     if (rc == 0) { /* as it was written */
@@ -177,15 +180,17 @@ static bool is_word(char c)
     return c > ' ' && c != '<' && c != 0x7F;
 }
 
-/* [<|start|>assistant] [to=WHO] <|channel|>WHICH [to=WHO] [<|constrain|>json] <|message|> */
+/* [<|start|>assistant] [to=WHO] <|channel|>WHICH [to=WHO] [<|constrain|>json] <|message|>
+ * What goes on for longer than HEADER_BYTES_MAX without the last mark is text. */
 static int in_header(struct inf_parser *p, bool final)
 {
     static const char *const marks[] = {"<|message|>", NULL};
     size_t at, n = 0;
-    if (first_mark(p, marks, 0, &at) < 0) {
-        if (!final && p->buf.n < HEADER_BYTES_MAX)
+    bool whole = p->buf.n >= HEADER_BYTES_MAX + strlen(marks[0]);
+    if (first_mark(p, marks, 0, &at) < 0 || at > HEADER_BYTES_MAX) {
+        if (!final && !whole)
             return 0;
-        if (final) { /* a header that was cut means nothing yet; text without any marks does */
+        if (!whole) { /* a header that was cut means nothing yet; text without any marks does */
             struct inf_slice rest = {p->buf.bytes, p->buf.n};
             int rc = inf_has(rest, "<|") ? 0 : give_text(p, INF_PART_CONTENT, rest.at, rest.n);
             consume(p, p->buf.n);
@@ -221,13 +226,13 @@ static int in_body(struct inf_parser *p, bool final)
             p->state = INF_STATE_HEADER;
         return rc;
     }
-    if (p->buf.n > CALL_BYTES_MAX)
-        return -E2BIG;
     which = first_mark(p, harmony_ends, p->scanned > MARK_BYTES_MAX ? p->scanned - MARK_BYTES_MAX : 0, &at);
     p->scanned = p->buf.n;
+    struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", which < 0 ? p->buf.n : at};
+    if (body.n > CALL_BYTES_MAX)
+        return -E2BIG;
     if (which < 0 && !final)
         return 0;
-    struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", which < 0 ? p->buf.n : at};
     rc = inf_parse_call(p, (struct inf_slice){p->name.bytes, p->name.n}, body);
     if (rc == 0)
         rc = give_text(p, INF_PART_CONTENT, body.at, body.n);

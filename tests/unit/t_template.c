@@ -215,7 +215,7 @@ Test(template, marks_lead_to_their_family)
 
 /* Everything that comes out of a parser, on one line: content|reasoning|name(arguments)... */
 struct seen {
-    char part[2][4096];
+    char part[2][8192];
     char calls[4096];
 };
 
@@ -296,6 +296,10 @@ static const struct answer {
     {"llama3.1", "", true, "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"x\"}}",
      "||get_weather({\"city\":\"x\"})"},
     {"llama3.1", "", true, " <|python_tag|>{\"name\": \"f\", \"parameters\": {}}", "||f({})"},
+    {"llama3.1", "", true, "\u2028\u00a0\u3000{\"name\": \"f\", \"parameters\": {}}", "||f({})"},
+    {"llama3.1", "", true, "\u00e9{\"name\": \"f\", \"parameters\": {}}",
+     "\u00e9{\"name\": \"f\", \"parameters\": {}}||"},
+    {"llama3.1", "", true, " \xe2\x80", " \xe2\x80||"},
     {"llama3.1", "", true, "{\"a\": 1}", "{\"a\": 1}||"},
     {"llama3.1", "", true, "{\"name\": \"f\", \"parameters\": {}} and more",
      "{\"name\": \"f\", \"parameters\": {}} and more||"},
@@ -357,6 +361,24 @@ Test(template, answers_in_pieces)
             parse(a->family, *a->prompt ? &prompt : NULL, a->tools, a->answer, step, got, sizeof got);
             cr_expect_str_eq(got, a->want, "%s in steps of %zu: \"%s\"", a->family, step, a->answer);
         }
+    }
+}
+
+/* However it arrives, a header ends within so many bytes or is none. */
+Test(template, a_long_header_in_pieces)
+{
+    static const char opening[] = "<|channel|>analysis", mark[] = "<|message|>";
+    for (size_t before = 4070; before <= 4120; before++) {
+        static char answer[8192], want[20992], got[20992];
+        memset(answer, 'x', before);
+        memcpy(answer, opening, strlen(opening));
+        snprintf(answer + before, sizeof answer - before, "%sHm.<|end|>", mark);
+        for (size_t step = sizeof answer; step; step = step == sizeof answer ? 9 : step - 1) {
+            parse("gpt-oss", NULL, true, answer, step, step == sizeof answer ? want : got, sizeof got);
+            if (step != sizeof answer)
+                cr_assert_str_eq(got, want, "%zu bytes of header in steps of %zu", before, step);
+        }
+        cr_assert_eq(strncmp(want, "|Hm.|", 5) == 0, before <= 4096, "%zu: %.80s", before, want);
     }
 }
 
