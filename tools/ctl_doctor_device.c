@@ -11,6 +11,8 @@
 
 #define PCI        "/sys/bus/pci/devices"
 #define LINK_SHARE 0.6 /* of PCIe's rate: below it something is wrong */
+/* Bytes of a copy that fills the link: what the driver spends on one (3 to 6 us) is little of its time. */
+#define LINK_COPY_MIN (1u << 20)
 
 static double number_of(const struct doctor *d, const char *address, const char *file)
 {
@@ -200,6 +202,13 @@ static void check_gpu_link(struct doctor *d, const struct doctor_gpu *g)
                g->speed < g->speed_max ? " (slower now: an idle link saves power)" : "");
 }
 
+/* Counted by reason, without what did not go over the link. */
+static double over_link(const struct ctl_worker *w, const char *name, uint32_t resident_word)
+{
+    return (double)(shm_counter_total(shm_counter_find(SHM_BLOCK_LINK, name), w->link) -
+                    w->link[resident_word]);
+}
+
 /* What a running expertd's links did. */
 static void check_measured(struct doctor *d, const struct ctl_worker *w)
 {
@@ -208,8 +217,8 @@ static void check_measured(struct doctor *d, const struct ctl_worker *w)
     uint32_t pid = atomic_load(&w->row.pid);
     if (!w->mapped || !busy_ns || !peak)
         return;
-    double bytes = (double)(shm_counter_total(shm_counter_find(SHM_BLOCK_LINK, "link_bytes"), w->link) -
-                            w->link[SHM_LINK_WORD_LINK_BYTES + SHM_COPY_REASON_RESIDENT]);
+    double bytes = over_link(w, "link_bytes", SHM_LINK_WORD_LINK_BYTES + SHM_COPY_REASON_RESIDENT);
+    double copies = over_link(w, "link_copies", SHM_LINK_WORD_LINK_COPIES + SHM_COPY_REASON_RESIDENT);
     double possible = 0;
     for (uint32_t i = 0; w->row.device == PRT_DEVICE_CUDA && i < d->gpus; i++) {
         double rate = rate_of(d->gpu[i].speed_max, d->gpu[i].width);
@@ -220,6 +229,11 @@ static void check_measured(struct doctor *d, const struct ctl_worker *w)
                    "worker %u: its link is paced to %.3g GB/s: expertctl configure --worker %u --link-gbps 0 "
                    "lifts it",
                    pid, (double)w->link[SHM_LINK_WORD_LINK_PACE] / 1e9, pid);
+    else if (possible > 0 && bytes < copies * LINK_COPY_MIN)
+        doctor_say(
+            d, DOCTOR_OK, check,
+            "worker %u: %.1f GB/s while busy: its copies of %.0f KiB are too small to tell of the link", pid,
+            bytes / (double)busy_ns, bytes / copies / 1024);
     else if (possible > 0 && (double)peak < LINK_SHARE * possible)
         doctor_say(
             d, DOCTOR_WARNING, check,

@@ -333,6 +333,11 @@ Test(doctor, link)
     w->link[SHM_LINK_WORD_LINK_BYTES + SHM_COPY_REASON_ROUTED] = 50000000000;
     w->link[SHM_LINK_WORD_LINK_BYTES + SHM_COPY_REASON_RESIDENT] = 70000000000; /* not by the link */
     w->link[SHM_LINK_WORD_LINK_PEAK] = 12000000000;
+    w->link[SHM_LINK_WORD_LINK_COPIES + SHM_COPY_REASON_ROUTED] = 1000000;
+    w->link[SHM_LINK_WORD_LINK_COPIES + SHM_COPY_REASON_RESIDENT] = 7;
+    EXPECT(DOCTOR_OK, "link", "0000:17:00.0");
+    cr_assert(strstr(d.finding[d.findings - 2].text, "copies of 49 KiB are too small"));
+    w->link[SHM_LINK_WORD_LINK_COPIES + SHM_COPY_REASON_ROUTED] = 25000;
     EXPECT(DOCTOR_WARNING, "link", "worker 42", "50.0 GB/s while busy, 12.0 at its best", "of 63.0");
     w->link[SHM_LINK_WORD_LINK_PACE] = 20000000000;
     EXPECT(DOCTOR_WARNING, "link", "paced to 20 GB/s", "--link-gbps 0");
