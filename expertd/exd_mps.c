@@ -19,7 +19,7 @@ void exd_mps_advise(struct exd_daemon *d, uint32_t index)
         return;
     snprintf(
         line, sizeof(line),
-        "%u workers on GPU %u without MPS (none in %.120s): they take turns of about 2 ms and lose 10%%; "
+        "%u workers on GPU %u without MPS (none in %.120s): they take turns of about 2 ms and lose a fifth; "
         "nvidia-cuda-mps-control -d before expertd and the workers avoids that",
         sharing, own->device_index, where);
     exd_log(EXD_LOG_WARNING, "%s", line);

@@ -168,7 +168,7 @@ void doctor_check_mps(struct doctor *d)
         doctor_say(
             d, DOCTOR_WARNING, check,
             "%u workers share GPU %u and no MPS control daemon answers in %.120s: they take turns of about "
-            "2 ms and lose 10%%; run nvidia-cuda-mps-control -d before expertd and the workers",
+            "2 ms and lose a fifth; run nvidia-cuda-mps-control -d before expertd and the workers",
             workers, gpu, where);
     else
         doctor_say(d, DOCTOR_OK, check, "no control daemon in %.200s; only workers that share a GPU want one",
