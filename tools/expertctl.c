@@ -324,8 +324,12 @@ static error_t parse(int key, char *arg, struct argp_state *state)
         p->options.all = true;
         return 0;
     case ARGP_KEY_ARG:
-        if (p->command && strcmp(p->command->name, "evict") == 0 && state->arg_num == 1)
+        if (p->command && strcmp(p->command->name, "evict") == 0 && state->arg_num == 1) {
+            if (p->options.instance && strcmp(p->options.instance, arg) != 0)
+                argp_error(state, "evict: one instance at a time, not both '%s' and --instance '%s'", arg,
+                           p->options.instance);
             return p->options.instance = arg, 0;
+        }
         if (p->command && p->command->show == ctl_show_workers)
             return parse_worker(p, arg, state);
         if (p->command && p->command->show == ctl_show_trace)

@@ -11,7 +11,7 @@ def arena(world, instance):
 
 
 def evict(world, instance, status, words=()):
-    r = world.ctl("evict", instance, check=False)
+    r = world.ctl("evict", instance, check=False, instance=instance)
     assert r.returncode == status, r.stdout + r.stderr
     text = r.stdout if status == 0 else r.stderr
     for word in words:

@@ -141,6 +141,8 @@ WRONG = [
     ("expertctl", [], "command"),
     ("expertctl", ["status", "--watch", "never"], "watch"),
     ("expertctl", ["trace", "--count", "-3"], "count"),
+    ("expertctl", ["evict", "a", "-i", "b"], "one instance at a time, not both 'a' and --instance 'b'"),
+    ("expertctl", ["-i", "b", "evict", "a"], "not both 'a'"),
     ("expertctl", ["configure", "--order", "best"], "predicted"),
     ("expertctl", ["configure", "--floor", "0"], "floor"),
     ("expert-bench", ["--no-such-option"], "no-such-option"),

@@ -422,7 +422,7 @@ def test_what_is_not_there_is_told_with_what_to_do(world):
     """An instance, a process, a folder, a server: the first mistakes of whoever begins."""
     assert "start one with expertd --model FILE --instance other\n" in world.ctl("status", check=False, instance="other").stderr
     assert "start one with expertd --model FILE\n" in world.ctl("status", check=False).stderr
-    assert "--instance or --runtime-dir" in world.ctl("evict", "other", check=False).stderr
+    assert "--instance or --runtime-dir" in world.ctl("evict", "other", check=False, instance="other").stderr
     r = subprocess.run([str(BUILD / "expertd/expertd"), "--model", str(STORY), *world.where("lost"), "--arena-dir",
                         str(world.path / "nowhere")], capture_output=True, text=True, timeout=60 * SLOW)
     assert r.returncode == 1 and "name a directory that is there" in r.stderr, r.stderr
