@@ -130,6 +130,7 @@ int exd_store_create(const struct prt_paths *paths, const char *model_path, cons
     clock_gettime(CLOCK_REALTIME, &now);
     shm_counter_set(&s->counters.start_time_ns, (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
     shm_counter_set(&s->counters.arena_numa_node, UINT64_MAX);
+    shm_counter_set(&s->counters.budget_bytes, options->memory_budget);
     s->policy = options->stream.policy;
     s->order = options->stream.order;
     s->depth = options->stream.depth;

@@ -13,6 +13,7 @@
 #ifndef CTL_H
 #define CTL_H
 
+#include "proto/prt_claim.h"
 #include "proto/prt_client.h"
 #include "shm/shm_server.h"
 #include "shm/shm_word.h"
@@ -77,6 +78,8 @@ struct ctl_snapshot {
     uint64_t counters[SHM_STORE_WORDS];
     struct ctl_worker worker[SHM_STORE_WORKERS];
     uint32_t workers;
+    struct prt_claim claim[PRT_CLAIM_MAX]; /* who holds what of the budget, by name */
+    int claims;                            /* 0, too, where there is no budget */
 };
 
 void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_snapshot *ret_snapshot);

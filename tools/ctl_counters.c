@@ -47,6 +47,9 @@ void ctl_counters_look(struct ctl_snapshot *n)
         w[SHM_STORE_WORD_STATE + i] = state == i + 1;
     w[SHM_STORE_WORD_HEARTBEAT_AGE_NS] = age_ns(atomic_load(&s->heartbeat_ns));
     w[SHM_STORE_WORD_WORKERS] = n->workers;
+    w[SHM_STORE_WORD_BUDGET_HELD_BYTES] = 0;
+    for (int i = 0; i < n->claims; i++)
+        w[SHM_STORE_WORD_BUDGET_HELD_BYTES] += n->claim[i].held_bytes;
     for (uint32_t i = 0; i < n->workers; i++)
         if (n->worker[i].mapped)
             look_at_worker(&n->worker[i]);

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 #include "tools/ctl.h"
 
+#include "proto/prt_memory.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -170,6 +172,22 @@ static json_t *json_workers(const struct ctl_snapshot *n)
     return list;
 }
 
+static json_t *json_budget(const struct ctl_snapshot *n)
+{
+    json_t *o = json_object(), *list = json_array();
+    set_int(o, "bytes", n->counters[SHM_STORE_WORD_BUDGET_BYTES]);
+    set_int(o, "bytes_held", n->counters[SHM_STORE_WORD_BUDGET_HELD_BYTES]);
+    for (int i = 0; i < n->claims; i++) {
+        json_t *one = json_object();
+        set_text(one, "instance", n->claim[i].instance);
+        set_int(one, "bytes", n->claim[i].held_bytes);
+        set_bool(one, "runs", n->claim[i].running);
+        json_array_append_new(list, one);
+    }
+    json_object_set_new(o, "instances", list);
+    return o;
+}
+
 static json_t *json_status(const struct ctl_snapshot *n)
 {
     const struct shm_store *s = n->store;
@@ -209,6 +227,7 @@ static json_t *json_status(const struct ctl_snapshot *n)
     set_int(park, "wrong", shm_counter_get(&s->counters.park_wrong));
     json_object_set_new(park, "note", ctl_json_text(s->park_note, sizeof s->park_note));
     json_object_set_new(o, "park", park);
+    json_object_set_new(o, "budget", json_budget(n));
     json_t *load = json_object();
     json_object_set_new(load, "reader", ctl_json_text(s->reader, sizeof s->reader));
     set_int(load, "bytes_total", n->counters[SHM_STORE_WORD_LOAD_WANTED_BYTES]);
@@ -244,6 +263,14 @@ static void print_load(const struct ctl_snapshot *n)
                seconds > 0 ? done / 1e9 / seconds : 0, s->reader);
 }
 
+static void print_budget(const struct ctl_snapshot *n)
+{
+    char all[24], held[24], holders[320];
+    prt_size_text(n->counters[SHM_STORE_WORD_BUDGET_BYTES], all);
+    prt_size_text(prt_claim_text(n->claim, n->claims, holders, sizeof holders), held);
+    printf("budget     %s of %s held by instances: %s\n", held, all, holders);
+}
+
 int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *options)
 {
     const struct shm_store *s = n->store;
@@ -276,6 +303,8 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
                shm_counter_get(&s->counters.park_evicted), shm_counter_get(&s->counters.park_wrong));
     else if (s->park_note[0])
         printf("park       %.128s\n", s->park_note);
+    if (n->counters[SHM_STORE_WORD_BUDGET_BYTES])
+        print_budget(n);
     printf("stream     policy %s, order %s, depth %u, floor %u; link %s", shm_policy_name(s->policy),
            shm_order_name(s->order), s->depth, s->floor, s->link_gbps > 0 ? "paced to " : "unpaced\n");
     if (s->link_gbps > 0)

@@ -137,6 +137,8 @@ void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_
         }
         n->workers++;
     }
+    if (shm_counter_get(&n->store->counters.budget_bytes))
+        n->claims = prt_claim_list(n->paths, NULL, n->claim);
     ctl_counters_look(n);
 }
 

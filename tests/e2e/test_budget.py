@@ -23,6 +23,7 @@ def evict(world, instance, status, words=()):
 def test_an_instance_that_does_not_fit_is_refused_with_numbers(world):
     a = world.expertd("--park", "off", instance="a")
     size = world.status("a")["arena"]["bytes"]
+    assert world.status("a")["budget"] == {"bytes": 0, "bytes_held": 0, "instances": []}
     world.ctl("stop", instance="a")
     assert a.wait() == 0 and arena(world, "a").stat().st_size == size
     assert f"a {size / 2**20:.1f} MiB (kept)" in world.ctl("doctor", check=False).stdout
@@ -34,7 +35,10 @@ def test_an_instance_that_does_not_fit_is_refused_with_numbers(world):
     assert not arena(world, "b").exists()
     # the same instance again is no second one: it adopts what it has
     a = world.expertd("--park", "off", "--memory-budget", budget, instance="a")
-    assert world.status("a")["adopted"]
+    status = world.status("a")
+    assert status["adopted"]
+    assert status["budget"] == {"bytes": budget, "bytes_held": size,
+                                "instances": [{"instance": "a", "bytes": size, "runs": True}]}
     b = world.expertd("--memory-budget", budget, instance="b", wait=False)
     assert b.wait() == 1 and "MiB (runs)" in b.text(), b.text()
     world.ctl("stop", instance="a")
@@ -42,11 +46,19 @@ def test_an_instance_that_does_not_fit_is_refused_with_numbers(world):
     evict(world, "a", 0, [f"{size / 2**20:.1f} MiB given back", str(arena(world, "a"))])
     assert list((world.arena / "a").iterdir()) == []
     evict(world, "a", 1, ["holds no arena"])
-    world.expertd("--memory-budget", budget, instance="b")
+    b = world.expertd("--memory-budget", budget, instance="b")
     # what the budget leaves: an eighth is too little for a park
     assert world.status("b")["park"]["bytes"] == 0 and "--memory-budget" in world.status("b")["park"]["note"]
     world.expertd("--memory-budget", size * 2 + 2**30, instance="c")
-    assert 2**20 <= world.status("c")["park"]["bytes"] <= 2**27
+    park = world.status("c")["park"]["bytes"]
+    assert 2**20 <= park <= 2**27
+    b.kill()
+    b.wait()  # what it left counts as ever
+    mib = lambda n: f"{n / 2**20:.1f} MiB"
+    text = world.ctl("status", instance="c").stdout
+    assert (f"\nbudget     {mib(2 * size + park)} of {(size * 2 + 2**30) / 2**30:.1f} GiB held by instances: "
+            f"b {mib(size)} (kept), c {mib(size + park)} (runs)\n") in text, text
+    assert json.loads(world.ctl("counters", "--json", instance="c").stdout)["store"]["budget_held_bytes"] == 2 * size + park
 
 
 def test_evict_leaves_alone_what_is_in_use(world):

@@ -55,7 +55,7 @@ def documented(section):
     return {k for line in text.splitlines() if line.startswith("*") for k in re.findall(r"\*([a-z_.]+)\*", line)}
 
 
-def keys(value, nested=("model", "arena", "park", "load", "defaults", "slots")):
+def keys(value, nested=("model", "arena", "park", "budget", "load", "defaults", "slots")):
     found = set()
     for k, v in value.items():
         found |= {f"{k}.{x}" for x in v} if k in nested and isinstance(v, dict) else {k}
