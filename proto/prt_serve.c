@@ -14,7 +14,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define VERSION "serve-1"
+#define VERSION   "serve-1"
+#define TEMPORARY ".new" /* of a record that is being written */
 
 static const char *const names[] = {"ready", "away", "draining", "drained", "restarting"};
 _Static_assert(sizeof names / sizeof names[0] == PRT_SERVE_STATE_COUNT, "a name each");
@@ -35,7 +36,7 @@ int prt_serve_write(const struct prt_paths *paths, const struct prt_serve *r, st
     int n = snprintf(text, sizeof text, VERSION " %u %" PRIu64 " %" PRIu64 " %s %u %.127s %.255s\n", r->pid,
                      r->start, r->life, prt_serve_state_name(r->state), r->busy, r->url, r->note);
     if (path_of(paths, r->pid, "", path, sizeof path) ||
-        path_of(paths, r->pid, ".new", temporary, sizeof temporary) || n >= (int)sizeof text)
+        path_of(paths, r->pid, TEMPORARY, temporary, sizeof temporary) || n >= (int)sizeof text)
         return shm_error_set(err, ENAMETOOLONG, "%s: its path is too long for a record", paths->dir);
     int fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
@@ -78,12 +79,13 @@ static int parse(char *text, uint32_t pid, struct prt_serve *ret)
     return 0;
 }
 
-int prt_serve_read(const struct prt_paths *paths, uint32_t pid, struct prt_serve *ret_record,
-                   struct shm_error *err)
+/* suffix: "", or TEMPORARY. */
+static int read_file(const struct prt_paths *paths, uint32_t pid, const char *suffix,
+                     struct prt_serve *ret_record, struct shm_error *err)
 {
     char path[PRT_PATH_BYTES + 32], text[1024];
     struct stat st;
-    if (path_of(paths, pid, "", path, sizeof path))
+    if (path_of(paths, pid, suffix, path, sizeof path))
         return shm_error_set(err, ENAMETOOLONG, "%s: its path is too long for a record", paths->dir);
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
@@ -99,6 +101,33 @@ int prt_serve_read(const struct prt_paths *paths, uint32_t pid, struct prt_serve
         return shm_error_set(err, ESRCH, "worker %u has ended", pid);
     *ret_record = r;
     return 0;
+}
+
+int prt_serve_read(const struct prt_paths *paths, uint32_t pid, struct prt_serve *ret_record,
+                   struct shm_error *err)
+{
+    return read_file(paths, pid, "", ret_record, err);
+}
+
+/* A file of a server: its record, or with TEMPORARY what it is writing, or was when it was killed. */
+static bool file_of(const char *name, uint32_t *ret_pid, const char **ret_suffix)
+{
+    char *end;
+    if (strncmp(name, "serve-", 6) != 0)
+        return false;
+    unsigned long pid = strtoul(name + 6, &end, 10);
+    if (!pid || pid > 4194304 || (*end && strcmp(end, TEMPORARY) != 0))
+        return false;
+    *ret_pid = (uint32_t)pid;
+    *ret_suffix = *end ? TEMPORARY : "";
+    return true;
+}
+
+/* Whoever was to fill it is gone, by what it says, or, cut as it may be, by its name. */
+static bool left_behind(int rc, uint32_t pid)
+{
+    uint64_t start;
+    return rc == -ESRCH || (rc == -EBADMSG && prt_process_start((pid_t)pid, &start) == -ESRCH);
 }
 
 static int by_pid(const void *a, const void *b)
@@ -117,16 +146,15 @@ int prt_serve_list(const struct prt_paths *paths, bool sweep, struct prt_serve r
     if (!d)
         return shm_error_set(err, errno, "%s: %s", paths->dir, strerror(errno));
     for (struct dirent *e; (e = readdir(d)) && n < PRT_SERVE_MAX;) {
-        char *end, path[PRT_PATH_BYTES + 300];
-        if (strncmp(e->d_name, "serve-", 6) != 0)
+        char path[PRT_PATH_BYTES + 300];
+        const char *suffix;
+        uint32_t pid;
+        if (!file_of(e->d_name, &pid, &suffix))
             continue;
-        unsigned long pid = strtoul(e->d_name + 6, &end, 10);
-        if (!pid || pid > 4194304 || *end)
-            continue;
-        rc = prt_serve_read(paths, (uint32_t)pid, &ret_records[n], NULL);
+        rc = read_file(paths, pid, suffix, &ret_records[n], NULL);
         if (!rc)
-            n++;
-        else if (sweep && rc == -ESRCH &&
+            n += !*suffix;
+        else if (sweep && left_behind(rc, pid) &&
                  snprintf(path, sizeof path, "%s/%s", paths->dir, e->d_name) < (int)sizeof path)
             unlink(path);
     }

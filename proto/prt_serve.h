@@ -53,8 +53,9 @@ int prt_serve_write(const struct prt_paths *paths, const struct prt_serve *recor
 /* Removes this process's record. */
 void prt_serve_remove(const struct prt_paths *paths);
 
-/* The records whose process lives and is ours, by pid; those of dead ones are removed with `sweep`. Others
- * are left out. Returns their number, at most PRT_SERVE_MAX, or a negative errno. */
+/* The records whose process lives and is ours, by pid; those of dead ones, and what they had begun to write,
+ * are removed with `sweep`. Others are left out. Returns their number, at most PRT_SERVE_MAX, or a negative
+ * errno. */
 int prt_serve_list(const struct prt_paths *paths, bool sweep, struct prt_serve ret_records[PRT_SERVE_MAX],
                    struct shm_error *err);
 

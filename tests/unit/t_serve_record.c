@@ -148,6 +148,48 @@ Test(record, a_dead_one_is_swept_and_never_signalled)
     end();
 }
 
+static bool there(const char *name)
+{
+    char path[PRT_PATH_BYTES + 64];
+    snprintf(path, sizeof path, "%s/%s", paths.dir, name);
+    return access(path, F_OK) == 0;
+}
+
+/* Killed between open and rename: whole or cut, the file says or its name does whose it was. */
+Test(record, what_a_killed_server_had_begun_is_swept)
+{
+    begin();
+    struct prt_serve r = own(), list[PRT_SERVE_MAX];
+    struct shm_error err = {0};
+    char record[32], begun[40], reused[40], text[128];
+    pid_t child = fork();
+    if (!child)
+        _exit(0);
+    waitpid(child, NULL, 0);
+    snprintf(begun, sizeof begun, "serve-%d.new", (int)child);
+    snprintf(record, sizeof record, "serve-%d", (int)child);
+    snprintf(reused, sizeof reused, "serve-%d.new", (int)getpid());
+    put(begun, "serve-1 12");
+    put(record, "serve-1 12");
+    put("serve-1x.new", "");
+    cr_assert_eq(prt_serve_list(&paths, false, list, &err), 0);
+    cr_assert(there(begun) && there(record), "without sweep all stays");
+    cr_assert_eq(prt_serve_list(&paths, true, list, &err), 0);
+    cr_assert(!there(begun) && !there(record) && there("serve-1x.new"));
+    put(reused, "serve-1 12"); /* of a live one, which is about to write the rest */
+    cr_assert_eq(prt_serve_list(&paths, true, list, &err), 0);
+    cr_assert(there(reused));
+    snprintf(text, sizeof text, "serve-1 %u %llu 1 ready 0 x \n", r.pid, (unsigned long long)r.start);
+    put(reused, text);
+    cr_assert_eq(prt_serve_list(&paths, true, list, &err), 0, "not a record yet");
+    cr_assert(there(reused));
+    snprintf(text, sizeof text, "serve-1 %u %llu 1 ready 0 x \n", r.pid, (unsigned long long)r.start + 1);
+    put(reused, text); /* of another one before, with this process's number */
+    cr_assert_eq(prt_serve_list(&paths, true, list, &err), 0);
+    cr_assert(!there(reused));
+    end();
+}
+
 Test(record, mps_is_found_by_its_daemon)
 {
     begin();
