@@ -15,8 +15,8 @@
 const char *argp_program_version = "expertd " EXPERTD_VERSION;
 
 enum key {
-    KEY_INSTANCE = 256,
-    KEY_RUNTIME_DIR,
+    KEY_INSTANCE = 'i',
+    KEY_RUNTIME_DIR = 256,
     KEY_ARENA_DIR,
     KEY_DEVICE,
     KEY_STREAM,

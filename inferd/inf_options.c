@@ -18,8 +18,8 @@ const char *argp_program_version = "inferd " EXPERTD_VERSION;
 error_t argp_err_exit_status = 2;
 
 enum key {
-    KEY_INSTANCE = 0x100,
-    KEY_RUNTIME,
+    KEY_INSTANCE = 'i',
+    KEY_RUNTIME = 0x100,
     KEY_DEVICE,
     KEY_MODEL,
     KEY_CHUNK,

@@ -37,13 +37,13 @@ _expertd_complete() {
     local common="-? --help --usage -V --version" commands= options=
     case $program in
     expertd)
-        options="-m --model --instance --runtime-dir --arena-dir --pin --no-keep --park --memory-budget --device --stream --depth --floor
+        options="-m --model -i --instance --runtime-dir --arena-dir --pin --no-keep --park --memory-budget --device --stream --depth --floor
             --order --link-gbps --link-latency-us --batch --watchdog-ms --io --io-depth --trace --trace-file
             --drain-ms --log-level -q --quiet --ready-fd"
         ;;
     inferd)
         commands="run chat serve logits tokenize measure"
-        local engine="--instance --runtime-dir --model --device --chunk --ctx --threads --ring --stream --order
+        local engine="-i --instance --runtime-dir --model --device --chunk --ctx --threads --ring --stream --order
             --depth --floor --link-gbps --link-latency-us --resident --poison --profile --watchdog -v --verbose"
         local prompt="--prompt --prompt-file --system --chat-template --thinking --raw" report="--json --hash --quiet"
         local likely="--temperature --top-k --top-p --min-p --repeat-penalty"
