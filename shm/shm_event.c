@@ -252,7 +252,8 @@ int shm_event_open(const void *base, uint64_t bytes, const char *name, struct sh
     memcpy(&v.head, base, sizeof v.head); /* once: the writer may be anybody */
     const struct shm_event_segment *h = &v.head;
     if (h->event_bytes != EVENT)
-        return shm_error_set(err, EPROTO, "%s: events of %u bytes, this program knows %zu", name,
+        return shm_error_set(err, EPROTO,
+                             "%s: events of %u bytes, this program knows %zu: use matching versions", name,
                              h->event_bytes, EVENT);
     const char *bad = NULL;
     if (h->infos > SHM_EVENT_KINDS_MAX || h->info_bytes < sizeof(struct shm_event_info) ||

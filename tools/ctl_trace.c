@@ -20,6 +20,17 @@ void trace_free(struct trace *t)
     memset(t, 0, sizeof *t);
 }
 
+int trace_full(int rc, const char *name, struct shm_error *err)
+{
+    if (rc == -E2BIG)
+        return shm_error_set(err, E2BIG,
+                             "%.300s: more than %u processes, %u rings or %u events of one: record for a "
+                             "shorter time",
+                             name, SOURCES_MAX, TRACKS_MAX, EVENTS_MAX);
+    return shm_error_set(err, rc, "%.300s: no memory for its events: free some, or record for a shorter time",
+                         name);
+}
+
 /* Room for one more of `size` bytes in an array that grows by doubling. */
 static int grow(void **array, uint32_t n, size_t size)
 {

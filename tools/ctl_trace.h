@@ -44,7 +44,9 @@ struct trace {
 };
 
 void trace_free(struct trace *trace);
-/* New ones, zeroed. 0 or -ENOMEM, -E2BIG. */
+/* New ones, zeroed. 0 or -ENOMEM, -E2BIG: the line for these is trace_full's; name: of the file or instance.
+ */
+int trace_full(int rc, const char *name, struct shm_error *err);
 int trace_add_source(struct trace *trace, uint32_t *ret_source);
 int trace_add_track(struct trace *trace, uint32_t *ret_track);
 int trace_add_event(struct trace_track *track, const struct shm_event *event);
@@ -73,8 +75,8 @@ void trace_live_close(struct trace_live **live);
 int trace_load(const char *path, struct trace *trace, struct shm_error *err);
 /* Records until `seconds` are over (negative: until *stop). */
 int trace_record(const struct ctl_options *options, const volatile sig_atomic_t *stop, struct shm_error *err);
-/* Takes a mapped or loaded segment in: all that its rings hold. */
-int trace_take_segment(struct trace *trace, const struct shm_event_view *view, struct shm_error *err);
+/* Takes a loaded segment in: all that its rings hold. 0, -ENOMEM, -E2BIG. */
+int trace_take_segment(struct trace *trace, const struct shm_event_view *view);
 
 /* ---- ctl_trace_show.c ---- */
 

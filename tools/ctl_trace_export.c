@@ -322,15 +322,18 @@ int trace_export(const struct trace *t, const struct ctl_options *options, struc
     x.open = calloc(t->tracks + 1, sizeof *x.open);
     int rc = x.slots && x.open ? trace_order(t, options->worker, &order, &n) : -ENOMEM;
     if (rc)
-        shm_error_set(err, rc, "export: %s", strerror(-rc));
+        shm_error_set(err, rc, "export of %u rings: no memory: free some, or name one worker with --worker",
+                      t->tracks);
     if (!rc && out && holds_events(out))
         rc = shm_error_set(err, EEXIST, "%s: holds events itself: name another file with --output", out);
     if (!rc && out && !(x.f = fopen(out, "we")))
-        rc = shm_error_set(err, errno, "%s: %s%s", out, strerror(errno), shm_error_remedy(errno));
+        rc = shm_error_set(err, errno, "%s: %s%s: name another file with --output", out, strerror(errno),
+                           shm_error_remedy(errno));
     if (!rc)
         write_all(&x, order, n);
     if (!rc && out && (fflush(x.f) || ferror(x.f)))
-        rc = shm_error_set(err, errno ? errno : EIO, "%s: %s", out, strerror(errno));
+        rc = shm_error_set(err, errno ? errno : EIO, "%s: %s%s: name another file with --output", out,
+                           strerror(errno ? errno : EIO), shm_error_remedy(errno));
     if (x.f && x.f != stdout)
         fclose(x.f);
     for (uint32_t i = 0; x.slots && i < t->tracks; i++)

@@ -65,9 +65,11 @@ _Static_assert(sizeof(struct file_head) == 32 && sizeof(struct file_source) == 4
 
 /* ---- reading ---- */
 
+#define NAME_ONE "name a file that 'expertctl trace record' wrote, or none for what runs"
+
 static int damaged(struct shm_error *err, const char *path, const char *what)
 {
-    return shm_error_set(err, EBADMSG, "%s: damaged: %s", path, what);
+    return shm_error_set(err, EBADMSG, "%.300s: damaged: %s: " NAME_ONE, path, what);
 }
 
 static int load_source(struct trace *t, const uint8_t *p, uint32_t bytes, const char **ret_bad)
@@ -182,9 +184,9 @@ static int load_chunks(FILE *f, const char *path, struct trace *t, struct shm_er
     }
     free(payload);
     if (rc)
-        return bad ? damaged(err, path, bad) : shm_error_set(err, rc, "%s: %s", path, strerror(-rc));
+        return bad ? damaged(err, path, bad) : trace_full(rc, path, err);
     if (ferror(f))
-        return shm_error_set(err, EIO, "%s: cannot be read", path);
+        return shm_error_set(err, EIO, "%.300s: cannot be read to its end: " NAME_ONE, path);
     if (cut)
         snprintf(t->note, sizeof t->note, "%.400s ends inside of a chunk: its recorder was killed", path);
     return 0;
@@ -204,8 +206,8 @@ static int load_segment(FILE *f, const char *path, struct trace *t, struct shm_e
     int rc = fread(base, 1, bytes, f) == bytes ? 0 : damaged(err, path, "it cannot be read whole");
     if (!rc)
         rc = shm_event_open(base, bytes, path, &view, err);
-    if (!rc)
-        rc = trace_take_segment(t, &view, err);
+    if (!rc && (rc = trace_take_segment(t, &view)))
+        trace_full(rc, path, err);
     free(base);
     return rc;
 }
@@ -217,14 +219,14 @@ int trace_load(const char *path, struct trace *t, struct shm_error *err)
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "r");
     if (!f) {
-        int rc = shm_error_set(err, errno, "%s: %s", path, strerror(errno));
+        int rc = shm_error_set(err, errno, "%.300s: %s: " NAME_ONE, path, strerror(errno));
         if (fd >= 0)
             close(fd);
         return rc;
     }
     int rc = 0;
     if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode))
-        rc = shm_error_set(err, EBADMSG, "%s is not a regular file", path);
+        rc = shm_error_set(err, EBADMSG, "%.300s: is not a regular file: " NAME_ONE, path);
     else if (fread(&head, 1, sizeof head, f) != sizeof head)
         rc = damaged(err, path, "it is too short");
     else if (memcmp(head.magic, MAGIC, sizeof head.magic) == 0)
@@ -234,7 +236,7 @@ int trace_load(const char *path, struct trace *t, struct shm_error *err)
         rc = fseek(f, 0, SEEK_SET) ? damaged(err, path, "it cannot be read again")
                                    : load_segment(f, path, t, err);
     else
-        rc = shm_error_set(err, EPROTO, "%s: neither a file of 'trace record' nor the events of an expertd",
+        rc = shm_error_set(err, EPROTO, "%.300s: neither a recording nor the events of an expertd: " NAME_ONE,
                            path);
     fclose(f);
     return rc;
@@ -352,7 +354,8 @@ static int open_output(const char *path, struct shm_error *err)
             rc = shm_error_set(err, EEXIST, "%s: is there and no recording: name another file, or remove it",
                                path);
         else if (ftruncate(fd, 0) < 0)
-            rc = shm_error_set(err, errno, "%s: %s", path, strerror(errno));
+            rc = shm_error_set(err, errno, "%s: cannot be emptied: %s: name another file", path,
+                               strerror(errno));
     }
     if (rc) {
         close(fd);
@@ -373,7 +376,9 @@ int trace_record(const struct ctl_options *o, const volatile sig_atomic_t *stop,
     int fd = open_output(o->trace_file, err);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
     if (!f)
-        rc = fd < 0 ? fd : shm_error_set(err, errno, "%s: %s", o->trace_file, strerror(errno));
+        rc = fd < 0 ? fd
+                    : shm_error_set(err, errno, "%s: %s%s", o->trace_file, strerror(errno),
+                                    shm_error_remedy(errno));
     uint32_t sources = 0, tracks = 0;
     if (!rc) {
         struct file_head head = {.magic = MAGIC, .byte_order = BYTE_ORDER_};
@@ -392,7 +397,8 @@ int trace_record(const struct ctl_options *o, const volatile sig_atomic_t *stop,
     else if (!f && fd >= 0)
         close(fd);
     if (rc && !err->code)
-        shm_error_set(err, rc, "%s: %s%s", o->trace_file, strerror(-rc), shm_error_remedy(rc));
+        shm_error_set(err, rc, "%s: %s%s: name another file", o->trace_file, strerror(-rc),
+                      shm_error_remedy(rc));
     if (!rc)
         print_summary(&t, o);
     trace_live_close(&live);

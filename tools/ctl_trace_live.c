@@ -122,7 +122,7 @@ static int poll_ring(struct trace *t, const struct shm_event_view *v, uint32_t s
     return read_ring(t, v, index, r, UINT64_MAX, batch);
 }
 
-int trace_take_segment(struct trace *t, const struct shm_event_view *v, struct shm_error *err)
+int trace_take_segment(struct trace *t, const struct shm_event_view *v)
 {
     uint32_t source;
     struct shm_event *batch = calloc(BATCH, sizeof *batch);
@@ -132,7 +132,7 @@ int trace_take_segment(struct trace *t, const struct shm_event_view *v, struct s
         rc = poll_ring(t, v, source, i, &r, batch);
     }
     free(batch);
-    return rc ? shm_error_set(err, rc, "events: %s", strerror(-rc)) : 0;
+    return rc;
 }
 
 /* Takes the mapping over. */
@@ -140,15 +140,15 @@ static int add_segment(struct trace_live *l, const struct segment *from, const c
                        struct shm_error *err)
 {
     struct segment s = *from;
-    int rc =
-        l->segments == SEGMENTS_MAX
-            ? shm_error_set(err, E2BIG, "more than %u processes: record for a shorter time", SEGMENTS_MAX)
-            : shm_event_open(s.base, s.bytes, name, &s.view, err);
+    int rc = l->segments == SEGMENTS_MAX
+                 ? shm_error_set(err, E2BIG, "%.300s: more than %u processes at once: record while fewer run",
+                                 name, SEGMENTS_MAX)
+                 : shm_event_open(s.base, s.bytes, name, &s.view, err);
     if (!rc) {
         s.ring = calloc(s.view.head.rings ? s.view.head.rings : 1, sizeof *s.ring);
         rc = s.ring ? add_source(l->trace, &s.view, &s.source) : -ENOMEM;
         if (rc)
-            shm_error_set(err, rc, "%s: %s", name, strerror(-rc));
+            trace_full(rc, name, err);
     }
     if (rc) {
         free(s.ring);
@@ -182,9 +182,10 @@ static int look_for_expertd(struct trace_live *l, struct shm_error *err)
 {
     struct stat st;
     if (stat(l->paths.events, &st) < 0)
-        return shm_error_set(err, errno,
-                             "%s: %s: no expertd runs here, or one without events (EXPERTD_EVENTS=0)",
-                             l->paths.events, strerror(errno));
+        return shm_error_set(
+            err, errno,
+            "%s: %s: no expertd runs here, or one without events: start one without EXPERTD_EVENTS=0",
+            l->paths.events, strerror(errno));
     for (uint32_t i = 0; i < l->segments; i++)
         if (l->segment[i].inode == st.st_ino)
             return 0;
@@ -218,8 +219,10 @@ static int look_at_worker(struct trace_live *l, const struct shm_store_worker *r
         return rc;
     struct stat st;
     if (fstat(fd, &st) < 0 || st.st_size <= 0 || (uint64_t)st.st_size > SHM_EVENT_SEGMENT_MAX)
-        rc = shm_error_set(err, EBADMSG, "segment of events of process %u: %lld bytes", s.pid,
-                           (long long)st.st_size);
+        rc = shm_error_set(
+            err, EBADMSG,
+            "segment of events of process %u: %lld bytes cannot be one: use an inferd of this version", s.pid,
+            (long long)st.st_size);
     s.bytes = (uint64_t)st.st_size;
     if (!rc)
         rc = prt_file_map(fd, "segment of events", s.bytes, false, &s.base, err);
@@ -282,7 +285,7 @@ int trace_live_poll(struct trace_live *l, bool look, struct shm_error *err)
         for (uint32_t k = 0; !rc && k < s->view.head.rings; k++)
             rc = poll_ring(l->trace, &s->view, s->source, k, &s->ring[k], l->batch);
     }
-    return rc ? shm_error_set(err, rc, "events: %s", strerror(-rc)) : 0;
+    return rc ? trace_full(rc, l->paths.events, err) : 0;
 }
 
 void trace_live_close(struct trace_live **live)

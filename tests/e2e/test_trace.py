@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -350,6 +351,41 @@ def test_a_recording_keeps_nothing_of_workers_that_are_gone(world, tmp_path):
     assert p.wait(30 * SLOW) == 0
     trace = show(world, tmp_path / "r")
     assert of(trace, "pass_end", "worker") and not any(t["lost"] for t in trace["tracks"])
+
+
+def test_errors_name_object_cause_and_remedy(world):
+    def error(*argv, status=2):
+        r = world.ctl("trace", *argv, check=False)
+        (line,) = r.stderr.splitlines()
+        assert r.returncode == status and line.startswith("expertctl: "), (r.returncode, line)
+        return line.removeprefix("expertctl: ")
+
+    name_one = "name a file that 'expertctl trace record' wrote, or none for what runs"
+    file = world.path / "file"
+    assert error("show", file) == f"{file}: No such file or directory: {name_one}"
+    assert error("show", world.path) == f"{world.path}: is not a regular file: {name_one}"
+    head = struct.pack("=8sIIQQ", b"EXDREC01", 0x01020304, 0, 0, 0)
+    source = struct.pack("=2I", 1, 48) + bytes(48)
+    for content, cause, status in (
+            (b"x" * 40, "neither a recording nor the events of an expertd", 3),
+            (b"x", "damaged: it is too short", 2),
+            (head[:8] + head[7::-1] + head[16:], "damaged: another byte order", 2),
+            (head + struct.pack("=2I", 1, 1 << 30), "damaged: a chunk that is too large", 2),
+            (b"EXDEVT" + bytes(2), "damaged: it is too short", 2)):
+        file.write_bytes(content)
+        assert error("show", file, status=status) == f"{file}: {cause}: {name_one}"
+    file.write_bytes(head + 4097 * source)
+    assert re.fullmatch(rf"{file}: more than 4096 processes, .*: record for a shorter time", error("show", file))
+    file.write_bytes(head + source)
+    for out, cause in ((world.path, "Is a directory: name another file with --output"),
+                       ("/dev/full", "No space left on device; make room there: name another file with --output")):
+        assert error("export", file, "-o", out) == f"{out}: {cause}"
+    world.expertd(env={"EXPERTD_EVENTS": "0"})
+    assert error("show") == (f"{where(world, 'events')}: No such file or directory: no expertd runs here, or one without "
+                             "events: start one without EXPERTD_EVENTS=0")
+    world.expertd(instance="b")
+    r = world.ctl("trace", "record", "/dev/full", "--seconds", "0", check=False, instance="b")
+    assert r.stderr == "expertctl: /dev/full: No space left on device; make room there: name another file\n"
 
 
 @pytest.mark.parametrize("argv", ["show -o x", "show --seconds 1", "record x -p 1", "record x -n 1", "export -n 1",
