@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Where an arena lives: directory and lock. */
 #include "expertd/exd_arena_priv.h"
+#include "proto/prt_lock.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -8,15 +9,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 #include <xxhash.h>
 
-#define LOCK_TRIES    50 /* a killed expertd holds its lock until its memory is unmapped */
-#define LOCK_PAUSE_NS 10000000
-#define RACE_TRIES    100 /* each lost one means that another expertd just removed the directory */
+#define LOCK_WAIT_MS 500 /* a killed expertd holds its lock until its memory is unmapped */
+#define RACE_TRIES   100 /* each lost one means that another expertd just removed the directory */
 
 /* Makes dir (0700) unless it is there; either way it must be a directory of ours
  * that nobody else may enter. */
@@ -103,49 +101,18 @@ static int pick_dir(const struct exd_arena_config *c, struct exd_place *p, struc
     return 0;
 }
 
-/* Says in the lock file who holds it (not possible on hugetlbfs, not needed). */
-static void name_holder(int fd)
-{
-    char text[32];
-    int n = snprintf(text, sizeof text, "%d\n", (int)getpid());
-    if (ftruncate(fd, 0) != 0 || pwrite(fd, text, (size_t)n, 0) != n)
-        return;
-}
-
 static int take_lock(struct exd_place *p, struct shm_error *err)
 {
-    for (int try = 0;; try++) {
-        int fd = openat(p->dir_fd, EXD_ARENA_LOCK, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_CREAT, 0600);
-        if (fd < 0)
-            return shm_error_set(err, errno, "arena lock %s/%s: %m", p->dir, EXD_ARENA_LOCK);
-        if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
-            struct stat a, b;
-            if (fstat(fd, &a) == 0 && fstatat(p->dir_fd, EXD_ARENA_LOCK, &b, AT_SYMLINK_NOFOLLOW) == 0 &&
-                a.st_ino == b.st_ino && a.st_dev == b.st_dev) {
-                name_holder(fd);
-                p->lock_fd = fd;
-                return 0;
-            }
-            /* its holder removed it between our open and our lock */
-        } else if (errno != EWOULDBLOCK && errno != EINTR) {
-            int rc = shm_error_set(err, errno, "arena lock %s/%s: %m", p->dir, EXD_ARENA_LOCK);
-            close(fd);
-            return rc;
-        } else if (try >= LOCK_TRIES) {
-            char text[32] = "";
-            ssize_t n = pread(fd, text, sizeof text - 1, 0);
-            int pid = n > 0 ? atoi(text) : 0;
-            close(fd);
-            char who[48] = "another process";
-            if (pid > 0)
-                snprintf(who, sizeof who, "process %d", pid);
-            return shm_error_set(err, EBUSY,
-                                 "arena %s/%s: in use by %s: stop that expertd, or use another --instance",
-                                 p->dir, EXD_ARENA_FILE, who);
-        }
-        close(fd);
-        nanosleep(&(struct timespec){.tv_nsec = LOCK_PAUSE_NS}, NULL);
-    }
+    int rc = prt_lock_take(p->dir_fd, EXD_ARENA_LOCK, LOCK_WAIT_MS, &p->lock_fd);
+    if (rc != -EBUSY)
+        return rc ? shm_error_set(err, rc, "arena lock %s/%s: %s", p->dir, EXD_ARENA_LOCK, strerror(-rc)) : 0;
+    char who[48] = "another process";
+    int pid = prt_lock_holder(p->dir_fd, EXD_ARENA_LOCK);
+    if (pid)
+        snprintf(who, sizeof who, "process %d", pid);
+    return shm_error_set(err, EBUSY,
+                         "arena %s/%s: in use by %s: stop that expertd, or use another --instance", p->dir,
+                         EXD_ARENA_FILE, who);
 }
 
 /* -ENOENT, too, when another expertd removes a directory between our making it and our lock in it. */

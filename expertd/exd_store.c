@@ -2,6 +2,7 @@
 #include "expertd/exd_store.h"
 
 #include "proto/prt_file.h"
+#include "proto/prt_lock.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -9,7 +10,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -21,56 +21,18 @@ struct exd_store {
     uint64_t epoch;
 };
 
-/* Who holds the lock, as it wrote there. */
-static int lock_holder(int fd)
-{
-    char text[32];
-    ssize_t n = pread(fd, text, sizeof(text) - 1, 0);
-    if (n <= 0)
-        return 0;
-    text[n] = '\0';
-    return atoi(text);
-}
-
 int exd_store_lock(const struct prt_paths *paths, int *ret_fd, struct shm_error *err)
 {
-    for (int attempt = 0; attempt < 10; attempt++) {
-        int fd = open(paths->lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-        if (fd < 0)
-            return shm_error_set(err, errno, "%s: %s%s", paths->lock, strerror(errno),
-                                 shm_error_remedy(errno));
-        if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
-            int rc = errno, pid = lock_holder(fd);
-            close(fd);
-            if (rc != EWOULDBLOCK)
-                return shm_error_set(err, rc, "%s: cannot be locked: %s", paths->lock, strerror(rc));
-            return shm_error_set(err, EBUSY,
-                                 "instance '%s' is served already by expertd pid %d: use it, end it with "
-                                 "'expertctl --instance %s stop', or start this one under another name with "
-                                 "--instance NAME",
-                                 paths->instance, pid, paths->instance);
-        }
-        /* a predecessor that just ended has removed the name: lock what is there now */
-        struct stat ours, named;
-        if (fstat(fd, &ours) < 0 || stat(paths->lock, &named) < 0 || ours.st_ino != named.st_ino ||
-            ours.st_dev != named.st_dev) {
-            close(fd);
-            continue;
-        }
-        char text[32];
-        int n = snprintf(text, sizeof(text), "%d\n", (int)getpid());
-        if (ftruncate(fd, 0) < 0 || pwrite(fd, text, (size_t)n, 0) != n) {
-            int rc = shm_error_set(err, errno ? errno : EIO, "%s: cannot be written: %s%s", paths->lock,
-                                   strerror(errno), shm_error_remedy(errno));
-            unlink(paths->lock); /* ours, and held */
-            close(fd);
-            return rc;
-        }
-        *ret_fd = fd;
-        return 0;
-    }
-    return shm_error_set(err, EBUSY, "%s: keeps being replaced: is another expertd starting and ending?",
-                         paths->lock);
+    int rc = prt_lock_take(AT_FDCWD, paths->lock, 0, ret_fd);
+    if (rc == -EBUSY)
+        return shm_error_set(err, EBUSY,
+                             "instance '%s' is served already by expertd pid %d: use it, end it with "
+                             "'expertctl --instance %s stop', or start this one under another name with "
+                             "--instance NAME",
+                             paths->instance, prt_lock_holder(AT_FDCWD, paths->lock), paths->instance);
+    if (rc)
+        return shm_error_set(err, rc, "%s: %s%s", paths->lock, strerror(-rc), shm_error_remedy(rc));
+    return 0;
 }
 
 void exd_store_unlock(const struct prt_paths *paths, int *fd)

@@ -2,6 +2,7 @@
 /* expertctl evict: gives back the memory of an instance's arena. */
 #include "proto/prt_claim.h"
 #include "proto/prt_file.h"
+#include "proto/prt_lock.h"
 #include "proto/prt_memory.h"
 #include "tools/ctl.h"
 
@@ -10,7 +11,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -99,23 +99,6 @@ static int end_running(const struct ctl_options *o, const struct prt_claim *clai
     return rc;
 }
 
-/* As expertd's own (exd_arena_place.c): who holds the lock owns the files. */
-static int lock_arena(int dir_fd, const char *dir, int *ret_fd, struct shm_error *err)
-{
-    int fd = openat(dir_fd, PRT_ARENA_LOCK, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0)
-        return shm_error_set(err, errno, "evict: %.300s/arena.lock: %s", dir, strerror(errno));
-    struct stat ours, named;
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0 || fstat(fd, &ours) != 0 ||
-        fstatat(dir_fd, PRT_ARENA_LOCK, &named, AT_SYMLINK_NOFOLLOW) != 0 || ours.st_ino != named.st_ino) {
-        close(fd);
-        return shm_error_set(err, EBUSY,
-                             "evict: %.300s/arena is in use by an expertd that starts: stop it first", dir);
-    }
-    *ret_fd = fd;
-    return 0;
-}
-
 /* The files, and the directories that were made for them. */
 static int drop(const struct prt_paths *paths, const char *arena, struct shm_error *err)
 {
@@ -132,7 +115,12 @@ static int drop(const struct prt_paths *paths, const char *arena, struct shm_err
     int dir_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
     if (dir_fd < 0)
         return shm_error_set(err, errno, "evict: %.300s: %s", dir, strerror(errno));
-    int rc = lock_arena(dir_fd, dir, &lock, err);
+    int rc = prt_lock_take(dir_fd, PRT_ARENA_LOCK, 0, &lock); /* who holds it owns the files */
+    if (rc == -EBUSY)
+        shm_error_set(err, EBUSY, "evict: %.300s/arena is in use by an expertd that starts: stop it first",
+                      dir);
+    else if (rc)
+        shm_error_set(err, rc, "evict: %.300s/" PRT_ARENA_LOCK ": %s", dir, strerror(-rc));
     if (rc) {
         close(dir_fd);
         return rc;
