@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Inside of a stream, shared by exd_stream.c (the walk's environment, life) and exd_stream_report.c (its end
- * and what is told of it). */
+/* Inside of a stream, shared by exd_stream.c (its life), exd_stream_env.c (what the walk sees and does) and
+ * exd_stream_report.c (its end and what is told of it). */
 #ifndef EXD_STREAM_PRIV_H
 #define EXD_STREAM_PRIV_H
 
@@ -42,14 +42,27 @@ struct exd_stream {
     struct shm_error violation;
 };
 
+static inline struct shm_worker *worker(const struct exd_stream *stream)
+{
+    return stream->control.worker;
+}
+
+/* exd_stream_env.c. What the walk calls; ctx is the stream. */
+void exd_stream_env(struct exd_stream *stream, struct exd_walk_env *ret_env);
+
+/* Groups that the worker has released, copies that have landed, of this stream. A number that breaks the
+ * protocol is not believed: it is kept as the violation. */
+uint64_t exd_stream_released(struct exd_stream *stream);
+uint64_t exd_stream_landed(struct exd_stream *stream);
+
 /* The layer's routing set once published, else NULL; looks at shared memory the first time. */
 const struct shm_mask *exd_stream_published(struct exd_stream *stream, uint32_t layer);
 
-/* exd_stream_report.c. Layers whose last copy has landed: how long after the router spoke. */
-void exd_stream_count_lags(struct exd_stream *stream);
-
 /* The sleep that was told of is over, if there was one. */
 void exd_stream_awake(struct exd_stream *stream);
+
+/* exd_stream_report.c. Layers whose last copy has landed: how long after the router spoke. */
+void exd_stream_count_lags(struct exd_stream *stream);
 
 uint64_t exd_stream_cpu_now_ns(void); /* CPU time of the calling thread */
 

@@ -10,11 +10,6 @@
 
 #define PEAK_COPIES 16u /* fewer say little of the link */
 
-static struct shm_worker *worker(const struct exd_stream *s)
-{
-    return s->control.worker;
-}
-
 /* What grows within a stream is shown with each layer, for those who look meanwhile. */
 static void count_times(struct exd_stream *s, uint64_t busy_ns, uint64_t wait_ns)
 {
