@@ -17,7 +17,7 @@ static void key_of(const struct exd_build *b, const char *name, char ret_key[KEY
 
 static int missing_key(const struct exd_build *b, const char *key)
 {
-    return shm_error_set(b->err, EINVAL, "%s: key %s is missing, %s needs it", exd_gguf_path(b->gguf), key,
+    return shm_error_set(b->err, EINVAL, "%s: key %s is missing, %s needs it", prt_gguf_path(b->gguf), key,
                          b->arch->name);
 }
 
@@ -28,7 +28,7 @@ int exd_build_opt_u32(struct exd_build *build, const char *name, uint32_t min, u
     int r;
 
     key_of(build, name, key);
-    r = exd_gguf_u32(build->gguf, key, &v, build->err);
+    r = prt_gguf_u32(build->gguf, key, &v, build->err);
     if (r == -ENOENT)
         return 0;
     if (r < 0)
@@ -37,7 +37,7 @@ int exd_build_opt_u32(struct exd_build *build, const char *name, uint32_t min, u
         return shm_error_set(build->err, EINVAL,
                              min == max ? "%s: key %s is %" PRIu32 ", supported is %" PRIu32
                                         : "%s: key %s is %" PRIu32 ", supported are %" PRIu32 " to %" PRIu32,
-                             exd_gguf_path(build->gguf), key, v, min, max);
+                             prt_gguf_path(build->gguf), key, v, min, max);
     *value = v;
     return 0;
 }
@@ -47,7 +47,7 @@ int exd_build_u32(struct exd_build *build, const char *name, uint32_t min, uint3
     char key[KEY_BYTES];
 
     key_of(build, name, key);
-    if (!exd_gguf_has(build->gguf, key))
+    if (!prt_gguf_has(build->gguf, key))
         return missing_key(build, key);
     return exd_build_opt_u32(build, name, min, max, ret_value);
 }
@@ -59,14 +59,14 @@ int exd_build_opt_f32(struct exd_build *build, const char *name, float *value)
     int r;
 
     key_of(build, name, key);
-    r = exd_gguf_f32(build->gguf, key, &v, build->err);
+    r = prt_gguf_f32(build->gguf, key, &v, build->err);
     if (r == -ENOENT)
         return 0;
     if (r < 0)
         return r;
     if (!(v > 0.0f))
         return shm_error_set(build->err, EINVAL, "%s: key %s is %g, must be above 0",
-                             exd_gguf_path(build->gguf), key, (double)v);
+                             prt_gguf_path(build->gguf), key, (double)v);
     *value = v;
     return 0;
 }
@@ -76,7 +76,7 @@ int exd_build_f32(struct exd_build *build, const char *name, float *ret_value)
     char key[KEY_BYTES];
 
     key_of(build, name, key);
-    if (!exd_gguf_has(build->gguf, key))
+    if (!prt_gguf_has(build->gguf, key))
         return missing_key(build, key);
     return exd_build_opt_f32(build, name, ret_value);
 }
@@ -87,7 +87,7 @@ int exd_build_opt_bool(struct exd_build *build, const char *name, bool *value)
     int r;
 
     key_of(build, name, key);
-    r = exd_gguf_bool(build->gguf, key, value, build->err);
+    r = prt_gguf_bool(build->gguf, key, value, build->err);
     return r == -ENOENT ? 0 : r;
 }
 
@@ -101,35 +101,35 @@ int exd_build_only(struct exd_build *build, const char *name, uint32_t supported
 int exd_build_no_rope_scaling(struct exd_build *build)
 {
     char type_key[KEY_BYTES], prefix[KEY_BYTES], factor[KEY_BYTES];
-    const char *path = exd_gguf_path(build->gguf);
-    struct exd_str type;
+    const char *path = prt_gguf_path(build->gguf);
+    struct prt_str type;
     float f;
     int r;
 
     key_of(build, "rope.scaling.type", type_key);
     key_of(build, "rope.scaling.", prefix);
     key_of(build, "rope.scaling.factor", factor);
-    r = exd_gguf_str(build->gguf, type_key, &type, build->err);
+    r = prt_gguf_str(build->gguf, type_key, &type, build->err);
     if (r == 0) {
         if (type.len == 4 && memcmp(type.data, "none", 4) == 0)
             return 0; /* the other keys then say nothing */
         return shm_error_set(build->err, EINVAL, "%s: key %s is %.*s; supported: none", path, type_key,
-                             EXD_STR(type));
+                             PRT_STR(type));
     }
     if (r != -ENOENT)
         return r;
-    for (uint32_t i = 0; i < exd_gguf_key_count(build->gguf); i++) {
-        struct exd_str k = exd_gguf_key(build->gguf, i);
+    for (uint32_t i = 0; i < prt_gguf_key_count(build->gguf); i++) {
+        struct prt_str k = prt_gguf_key(build->gguf, i);
 
         if (k.len < strlen(prefix) || memcmp(k.data, prefix, strlen(prefix)) != 0)
             continue;
         /* A factor of 1 is no scaling. */
         if (k.len == strlen(factor) && memcmp(k.data, factor, k.len) == 0 &&
-            exd_gguf_f32(build->gguf, factor, &f, build->err) == 0 && f == 1.0f)
+            prt_gguf_f32(build->gguf, factor, &f, build->err) == 0 && f == 1.0f)
             continue;
         return shm_error_set(build->err, EINVAL,
                              "%s: key %.*s: position scaling is not supported (%s is not none)", path,
-                             EXD_STR(k), type_key);
+                             PRT_STR(k), type_key);
     }
     return 0;
 }
@@ -170,11 +170,11 @@ static void format_allowed(enum exd_allow allow, char *buf, size_t size)
 
 /* The tensor of that name with these dimensions (ggml order, fastest first). */
 static int take_tensor(struct exd_build *b, int32_t layer, const char *name, const uint64_t *dims,
-                       unsigned n_dims, enum exd_allow allow, const struct exd_gguf_tensor **ret_tensor,
+                       unsigned n_dims, enum exd_allow allow, const struct prt_gguf_tensor **ret_tensor,
                        uint64_t *ret_row_bytes)
 {
-    const char *path = exd_gguf_path(b->gguf);
-    const struct exd_gguf_tensor *t;
+    const char *path = prt_gguf_path(b->gguf);
+    const struct prt_gguf_tensor *t;
     char full[KEY_BYTES];
     uint64_t row_bytes;
     bool same = true;
@@ -183,12 +183,12 @@ static int take_tensor(struct exd_build *b, int32_t layer, const char *name, con
         snprintf(full, sizeof(full), "%s", name);
     else
         snprintf(full, sizeof(full), "blk.%" PRId32 ".%s", layer, name);
-    t = exd_gguf_find_tensor(b->gguf, full);
+    t = prt_gguf_find_tensor(b->gguf, full);
     if (!t)
         return shm_error_set(b->err, EINVAL, "%s: tensor %s is missing, %s needs it", path, full,
                              b->arch->name);
-    path = exd_gguf_shard(b->gguf, t->shard)->path;
-    for (unsigned i = 0; i < EXD_GGUF_DIMS_MAX; i++)
+    path = prt_gguf_shard(b->gguf, t->shard)->path;
+    for (unsigned i = 0; i < PRT_GGUF_DIMS_MAX; i++)
         same = same && t->dims[i] == (i < n_dims ? dims[i] : 1);
     if (!same) {
         char found[96], expected[96];
@@ -203,12 +203,12 @@ static int take_tensor(struct exd_build *b, int32_t layer, const char *name, con
 
         format_allowed(allow, allowed, sizeof(allowed));
         return shm_error_set(b->err, EINVAL, "%s: tensor %s is of type %s; supported: %s", path, full,
-                             exd_gguf_type_name(t->type), allowed);
+                             prt_gguf_type_name(t->type), allowed);
     }
     if (krn_row_bytes(krn_type_find(t->type), dims[0], &row_bytes) < 0)
         return shm_error_set(b->err, EINVAL,
                              "%s: tensor %s: rows of %" PRIu64 " elements do not divide into %s blocks", path,
-                             full, dims[0], exd_gguf_type_name(t->type));
+                             full, dims[0], prt_gguf_type_name(t->type));
     b->n_used++;
     *ret_tensor = t;
     *ret_row_bytes = row_bytes;
@@ -220,14 +220,14 @@ int exd_build_dense(struct exd_build *build, enum exd_role role, int32_t layer, 
 {
     struct exd_model *m = build->model;
     uint64_t dims[2] = {cols, rows}, row_bytes;
-    const struct exd_gguf_tensor *t;
+    const struct prt_gguf_tensor *t;
     int r = take_tensor(build, layer, name, dims, rows == 1 ? 1 : 2, allow, &t, &row_bytes);
 
     if (r < 0)
         return r;
     if (m->n_dense == build->dense_cap) /* the architecture's own counts are wrong */
         return shm_error_set(build->err, EOVERFLOW, "%s: more dense tensors than %s announced",
-                             exd_gguf_path(build->gguf), build->arch->name);
+                             prt_gguf_path(build->gguf), build->arch->name);
     m->dense[m->n_dense++] = (struct exd_dense){.role = role,
                                                 .layer = layer,
                                                 .type = t->type,
@@ -242,7 +242,7 @@ int exd_build_experts(struct exd_build *build, uint32_t layer, enum exd_part par
                       uint32_t rows, uint32_t cols)
 {
     uint64_t dims[3] = {cols, rows, build->model->hp.experts}, row_bytes;
-    const struct exd_gguf_tensor *t;
+    const struct prt_gguf_tensor *t;
     int r = take_tensor(build, (int32_t)layer, name, dims, 3, EXD_ALLOW_ANY, &t, &row_bytes);
 
     if (r < 0)

@@ -14,7 +14,7 @@
 
 struct exd_build {
     const struct exd_arch *arch;
-    const struct exd_gguf *gguf;
+    const struct prt_gguf *gguf;
     struct exd_model *model;
     uint32_t dense_cap;
     uint32_t n_used; /* tensors taken */

@@ -17,7 +17,7 @@ static int head_shape(struct exd_build *b)
     if (hp->heads % hp->kv_heads)
         return shm_error_set(
             b->err, EINVAL, "%s: key qwen3moe.attention.head_count is %u, not a multiple of head_count_kv %u",
-            exd_gguf_path(b->gguf), hp->heads, hp->kv_heads);
+            prt_gguf_path(b->gguf), hp->heads, hp->kv_heads);
     hp->head_dim_k = hp->hidden / hp->heads; /* what an absent key stands for */
     r = exd_build_opt_u32(b, "attention.key_length", 2, HEAD_DIM_MAX, &hp->head_dim_k);
     if (r < 0)
@@ -32,7 +32,7 @@ static int head_shape(struct exd_build *b)
             b->err, EINVAL,
             "%s: keys of %u and values of %u elements a head (qwen3moe.attention.key_length and "
             "value_length); supported are equal, even lengths up to %u",
-            exd_gguf_path(b->gguf), hp->head_dim_k, hp->head_dim_v, HEAD_DIM_MAX);
+            prt_gguf_path(b->gguf), hp->head_dim_k, hp->head_dim_v, HEAD_DIM_MAX);
     rope_dims = hp->head_dim_k;
     return exd_build_opt_u32(b, "rope.dimension_count", hp->head_dim_k, hp->head_dim_k, &rope_dims);
 }
@@ -72,7 +72,7 @@ static int qwen3moe_tensors(struct exd_build *b)
     uint32_t hidden = hp->hidden, ffn = hp->expert_ffn;
     int r;
 
-    hp->tied_embeddings = !exd_gguf_find_tensor(b->gguf, "output.weight");
+    hp->tied_embeddings = !prt_gguf_find_tensor(b->gguf, "output.weight");
     if ((r = exd_build_dense(b, EXD_ROLE_TOKEN_EMBD, -1, "token_embd.weight", hp->vocab, hidden,
                              EXD_ALLOW_ANY)) < 0 ||
         (r = exd_build_dense(b, EXD_ROLE_OUTPUT_NORM, -1, "output_norm.weight", 1, hidden, EXD_ALLOW_F32)) <

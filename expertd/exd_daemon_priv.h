@@ -31,7 +31,7 @@ _Static_assert(EXD_CLOSING_MAX >= 2 * SHM_STORE_WORKERS,
 
 /* Model, arena, loader. Filled by the start-up thread, read by the loop once that was joined. */
 struct exd_start {
-    struct exd_gguf *gguf;
+    struct prt_gguf *gguf;
     struct exd_model *model;
     struct exd_plan *plan;
     struct exd_arena *arena;

@@ -26,7 +26,7 @@ struct item {
 
 struct exd_loader {
     struct exd_arena *arena;
-    const struct exd_gguf *gguf;
+    const struct prt_gguf *gguf;
     const struct shm_arena_view *view;
     struct exd_reader *reader;
     struct item *item;
@@ -131,7 +131,7 @@ static void *load(void *arg)
     struct exd_reader_job job = {.ctx = l, .next = next, .consume = consume, .cancel = &l->cancel};
     l->rc = exd_reader_run(l->reader, &job, &l->stats, &l->err);
     if (!l->rc)
-        l->rc = exd_gguf_unchanged(l->gguf, &l->err);
+        l->rc = prt_gguf_unchanged(l->gguf, &l->err);
     if (!l->rc)
         l->rc = exd_arena_seal(l->arena, &l->err);
     /* release, pairs with the acquire in exd_loader_progress: the arena's state is final */
@@ -166,7 +166,7 @@ static int list_items(struct exd_loader *l, const struct exd_model *m, struct sh
     if (!l->item || !l->missing)
         return shm_error_set(err, ENOMEM, "loader: no memory; free some");
     for (uint32_t i = 0; i < m->n_dense; i++) {
-        const struct exd_gguf_tensor *t = m->dense[i].tensor;
+        const struct prt_gguf_tensor *t = m->dense[i].tensor;
         if (t->size_bytes != v->dense[i].bytes)
             return shm_error_set(err, EINVAL, "loader: arena and model do not belong together");
         l->item[l->n_items++] = (struct item){.offset = t->offset,
@@ -206,12 +206,12 @@ static int list_items(struct exd_loader *l, const struct exd_model *m, struct sh
 
 static int open_reader(struct exd_loader *l, const struct exd_loader_config *c, struct shm_error *err)
 {
-    uint32_t n = exd_gguf_shard_count(c->model->gguf);
+    uint32_t n = prt_gguf_shard_count(c->model->gguf);
     struct exd_reader_file *file = calloc(n, sizeof *file);
     if (!file)
         return shm_error_set(err, ENOMEM, "loader: no memory; free some");
     for (uint32_t i = 0; i < n; i++) {
-        const struct exd_gguf_shard *s = exd_gguf_shard(c->model->gguf, i);
+        const struct prt_gguf_shard *s = prt_gguf_shard(c->model->gguf, i);
         file[i] = (struct exd_reader_file){.path = s->path, .fd = s->fd};
     }
     int rc = exd_reader_open(&c->reader, file, n, &l->reader, err);

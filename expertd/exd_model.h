@@ -13,7 +13,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "expertd/exd_gguf.h"
+#include "proto/prt_gguf.h"
 #include "shm/shm_error.h"
 
 #define EXD_LAYERS_MAX  1024u
@@ -61,7 +61,7 @@ struct exd_dense {
     uint64_t rows; /* 1 for a vector */
     uint64_t cols; /* contiguous; a whole number of the type's blocks */
     uint64_t row_bytes;
-    const struct exd_gguf_tensor *tensor; /* shard, offset, size_bytes = rows * row_bytes */
+    const struct prt_gguf_tensor *tensor; /* shard, offset, size_bytes = rows * row_bytes */
 };
 
 enum exd_part { EXD_PART_GATE, EXD_PART_UP, EXD_PART_DOWN, EXD_PART_COUNT };
@@ -72,7 +72,7 @@ struct exd_experts {
     uint32_t rows;       /* gate, up: expert_ffn; down: hidden */
     uint32_t cols;       /* gate, up: hidden; down: expert_ffn */
     uint64_t part_bytes; /* of one expert; expert e is at tensor->offset + e * part_bytes */
-    const struct exd_gguf_tensor *tensor;
+    const struct prt_gguf_tensor *tensor;
 };
 
 struct exd_layer {
@@ -82,22 +82,22 @@ struct exd_layer {
 #define EXD_TOKEN_NONE UINT32_MAX
 
 struct exd_tokenizer {
-    struct exd_str model;           /* "gpt2": byte-level BPE; "llama": SentencePiece */
-    struct exd_str pre;             /* name of the pre-tokenizer, "qwen2"; len 0 beside "llama" */
-    struct exd_gguf_strings tokens; /* count = vocab */
-    struct exd_gguf_i32s types;     /* count = vocab, or 0 when the file has none */
-    struct exd_gguf_strings merges; /* "left right"; count 0 beside "llama" */
-    struct exd_gguf_f32s scores;    /* "llama": count = vocab; else 0 */
+    struct prt_str model;           /* "gpt2": byte-level BPE; "llama": SentencePiece */
+    struct prt_str pre;             /* name of the pre-tokenizer, "qwen2"; len 0 beside "llama" */
+    struct prt_gguf_strings tokens; /* count = vocab */
+    struct prt_gguf_i32s types;     /* count = vocab, or 0 when the file has none */
+    struct prt_gguf_strings merges; /* "left right"; count 0 beside "llama" */
+    struct prt_gguf_f32s scores;    /* "llama": count = vocab; else 0 */
     bool add_space_prefix;          /* "llama": true where the file says nothing */
     uint32_t bos, eos, eot, pad;    /* < vocab or EXD_TOKEN_NONE */
     bool add_bos;
-    struct exd_str chat_template; /* raw; len 0 when absent */
+    struct prt_str chat_template; /* raw; len 0 when absent */
 };
 
 struct exd_model {
     const char *arch;    /* static, "qwen3moe" */
-    struct exd_str name; /* general.name, len 0 when absent */
-    const struct exd_gguf *gguf;
+    struct prt_str name; /* general.name, len 0 when absent */
+    const struct prt_gguf *gguf;
     struct exd_hparams hp;
     struct exd_dense *dense; /* globals first, then layer by layer in role order */
     uint32_t n_dense;
@@ -109,7 +109,7 @@ struct exd_model {
 /* Finds and checks everything. The model borrows gguf, which must outlive it.
  * Does not block. -EINVAL with a line naming file, key or tensor, what was found
  * and what is supported; -ENOMEM. */
-int exd_model_open(const struct exd_gguf *gguf, struct exd_model **ret_model, struct shm_error *err);
+int exd_model_open(const struct prt_gguf *gguf, struct exd_model **ret_model, struct shm_error *err);
 void exd_model_close(struct exd_model **model);
 
 /* File range of one expert's part. part < EXD_PART_COUNT, layer and expert in range. */

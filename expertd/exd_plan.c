@@ -27,7 +27,7 @@ static uint64_t take(struct builder *b, uint64_t n, uint64_t align)
     return at;
 }
 
-static struct shm_string put_string(struct builder *b, struct exd_str s)
+static struct shm_string put_string(struct builder *b, struct prt_str s)
 {
     uint64_t at = take(b, (uint64_t)s.len + 1, 1);
     if (b->bytes && s.len)
@@ -35,7 +35,7 @@ static struct shm_string put_string(struct builder *b, struct exd_str s)
     return (struct shm_string){.offset = (uint32_t)at, .bytes = (uint32_t)s.len};
 }
 
-static struct shm_strings put_strings(struct builder *b, struct exd_gguf_strings walk)
+static struct shm_strings put_strings(struct builder *b, struct prt_gguf_strings walk)
 {
     struct shm_strings s = {.count = (uint32_t)walk.count};
     s.offsets = take(b, (walk.count + 1) * 4, 8);
@@ -44,11 +44,11 @@ static struct shm_strings put_strings(struct builder *b, struct exd_gguf_strings
         return s;
     uint32_t *offset = (uint32_t *)(b->bytes + s.offsets);
     uint64_t at = 0;
-    struct exd_str text;
+    struct prt_str text;
     for (uint64_t i = 0; i < walk.count; i++) {
         offset[i] = (uint32_t)at;
         /* the sizes were counted when the file was opened; a walk that says otherwise is cut */
-        if (!exd_gguf_strings_next(&walk, &text) || text.len > walk.size_bytes - at)
+        if (!prt_gguf_strings_next(&walk, &text) || text.len > walk.size_bytes - at)
             text.len = 0;
         if (text.len)
             memcpy(b->bytes + s.bytes + at, text.data, text.len);
@@ -71,14 +71,14 @@ static void put_tokenizer(struct builder *b, const struct exd_tokenizer *tok, st
         t.types = take(b, tok->types.count * 4, 8);
         if (b->bytes)
             for (uint64_t i = 0; i < tok->types.count; i++)
-                ((int32_t *)(b->bytes + t.types))[i] = exd_gguf_i32_at(&tok->types, i);
+                ((int32_t *)(b->bytes + t.types))[i] = prt_gguf_i32_at(&tok->types, i);
     }
     t.add_space_prefix = tok->add_space_prefix;
     if (tok->scores.count) {
         t.scores = take(b, tok->scores.count * 4, 8);
         if (b->bytes)
             for (uint64_t i = 0; i < tok->scores.count; i++)
-                ((float *)(b->bytes + t.scores))[i] = exd_gguf_f32_at(&tok->scores, i);
+                ((float *)(b->bytes + t.scores))[i] = prt_gguf_f32_at(&tok->scores, i);
     }
     *ret = t;
 }
@@ -128,16 +128,16 @@ static void place_part(struct shm_part *to, const struct exd_experts *from, uint
 static int check_model(const struct exd_model *m, struct shm_error *err)
 {
     const struct exd_tokenizer *t = &m->tok;
-    const char *path = exd_gguf_path(m->gguf);
+    const char *path = prt_gguf_path(m->gguf);
     for (uint32_t i = 0; i < m->n_dense; i++)
         if (m->dense[i].tensor->name.len >= SHM_TENSOR_NAME_BYTES || m->dense[i].tensor->n_dims > 4)
             return shm_error_set(
                 err, EINVAL, "model %s: tensor %.*s: name or shape does not fit the catalog (%d characters)",
-                path, EXD_STR(m->dense[i].tensor->name), SHM_TENSOR_NAME_BYTES - 1);
+                path, PRT_STR(m->dense[i].tensor->name), SHM_TENSOR_NAME_BYTES - 1);
     uint64_t strings[] = {t->model.len,    t->pre.len,           t->chat_template.len, t->tokens.size_bytes,
                           t->tokens.count, t->merges.size_bytes, t->merges.count,      t->types.count};
     for (unsigned i = 0; i < sizeof strings / sizeof *strings; i++)
-        if (strings[i] > EXD_GGUF_HEADER_BYTES_MAX)
+        if (strings[i] > PRT_GGUF_HEADER_BYTES_MAX)
             return shm_error_set(err, EINVAL, "model %s: tokenizer is larger than a catalog can hold", path);
     if (t->tokens.count > 1u << 24 || t->merges.count > 1u << 24 ||
         (t->types.count && t->types.count != t->tokens.count) ||
@@ -184,7 +184,7 @@ static uint64_t lay_data(struct exd_plan *plan, const struct exd_model *m)
     struct shm_layer *layer = (struct shm_layer *)(plan->catalog + c->layers);
     uint64_t at = plan->data_offset;
     for (uint32_t i = 0; i < m->n_dense; i++) {
-        const struct exd_gguf_tensor *t = m->dense[i].tensor;
+        const struct prt_gguf_tensor *t = m->dense[i].tensor;
         copy_name(dense[i].name, sizeof dense[i].name, t->name.data, t->name.len);
         dense[i].type = t->type;
         dense[i].n_dims = t->n_dims;
@@ -224,7 +224,7 @@ int exd_plan_make(const struct exd_model *model, struct exd_plan **ret_plan, str
     if (!plan || !plan->catalog) {
         exd_plan_free(&plan);
         return shm_error_set(err, ENOMEM, "model %s: no memory for a catalog of %llu bytes; free some",
-                             exd_gguf_path(model->gguf), (unsigned long long)b.used);
+                             prt_gguf_path(model->gguf), (unsigned long long)b.used);
     }
     plan->catalog_bytes = round_up(b.used, 64);
     b = (struct builder){.bytes = plan->catalog};
@@ -242,7 +242,7 @@ int exd_plan_make(const struct exd_model *model, struct exd_plan **ret_plan, str
     plan->total_bytes = round_up(end, SHM_ARENA_DATA_ALIGN);
     plan->data_bytes = plan->total_bytes - plan->data_offset;
     plan->catalog_sum = XXH3_64bits(plan->catalog, plan->catalog_bytes);
-    exd_gguf_fingerprint(model->gguf, plan->fingerprint);
+    prt_gguf_fingerprint(model->gguf, plan->fingerprint);
     *ret_plan = plan;
     return 0;
 }

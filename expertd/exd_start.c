@@ -178,7 +178,7 @@ static int open_all(struct exd_daemon *d)
     int rc = exd_device_begin(o->device, o->device_ordinal, &s->device, &s->error);
     if (rc < 0)
         return rc;
-    rc = exd_gguf_open(d->model_path, &s->gguf, &s->error);
+    rc = prt_gguf_open(d->model_path, &s->gguf, &s->error);
     if (rc < 0)
         return rc;
     rc = exd_model_open(s->gguf, &s->model, &s->error);
@@ -290,7 +290,7 @@ void exd_start_loaded(struct exd_start *s)
     exd_loader_destroy(&s->loader);
     exd_plan_free(&s->plan);
     exd_model_close(&s->model);
-    exd_gguf_close(&s->gguf);
+    prt_gguf_close(&s->gguf);
 }
 
 void exd_start_destroy(struct exd_start *s, bool keep)

@@ -38,7 +38,7 @@ struct shm_arena {
     _Atomic uint32_t state; /* SHM_ARENA_*; release after everything it speaks of */
     uint32_t reserved;
     _Atomic uint64_t generation; /* expertd lives that served this arena; +1 at each adoption */
-    uint8_t fingerprint[16];     /* of the model file (exd_gguf_fingerprint) */
+    uint8_t fingerprint[16];     /* of the model file (prt_gguf_fingerprint) */
     uint64_t catalog_offset, catalog_bytes;
     uint64_t catalog_sum;  /* XXH3-64 of the catalog */
     uint64_t sums_offset;  /* uint64_t per unit */

@@ -94,7 +94,7 @@ int main(int argc, char **argv)
     if (optind + 1 != argc)
         return usage();
 
-    struct exd_gguf *gguf = NULL;
+    struct prt_gguf *gguf = NULL;
     struct exd_model *model = NULL;
     struct exd_plan *plan = NULL;
     struct exd_arena *arena = NULL;
@@ -105,7 +105,7 @@ int main(int argc, char **argv)
     exd_progress_init(&watch.bar, STDERR_FILENO, "loading");
     lc.progress_ctx = &watch;
     uint64_t t0 = shm_now_ns();
-    int rc = exd_gguf_open(argv[optind], &gguf, &err);
+    int rc = prt_gguf_open(argv[optind], &gguf, &err);
     if (!rc)
         rc = exd_model_open(gguf, &model, &err);
     if (!rc)
@@ -141,6 +141,6 @@ int main(int argc, char **argv)
     exd_arena_close(&arena, keep);
     exd_plan_free(&plan);
     exd_model_close(&model);
-    exd_gguf_close(&gguf);
+    prt_gguf_close(&gguf);
     return rc ? 1 : 0;
 }

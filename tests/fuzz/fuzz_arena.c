@@ -40,14 +40,14 @@ static void make_base(void)
     char path[512], dir[] = "/tmp/fuzz_arena_XXXXXX", file[64];
     const char *src = getenv("EXPERTD_SRC");
     struct shm_error err = {0};
-    struct exd_gguf *gguf = NULL;
+    struct prt_gguf *gguf = NULL;
     struct exd_model *model = NULL;
     struct exd_plan *plan = NULL;
     struct exd_arena *arena = NULL;
     struct exd_loader *loader = NULL;
     MUST(mkdtemp(dir));
     snprintf(path, sizeof path, "%s/tools/model/story-q4_k.gguf", src ? src : EXPERTD_SRC_DEFAULT);
-    MUST(exd_gguf_open(path, &gguf, &err) == 0 && exd_model_open(gguf, &model, &err) == 0 &&
+    MUST(prt_gguf_open(path, &gguf, &err) == 0 && exd_model_open(gguf, &model, &err) == 0 &&
          exd_plan_make(model, &plan, &err) == 0);
     /* the directory given for it: on a disk is as good as on tmpfs */
     const struct exd_arena_config config = {.instance = "fuzz", .instance_dir = dir, .arena_dir = dir};
@@ -62,7 +62,7 @@ static void make_base(void)
     exd_arena_close(&arena, false);
     exd_plan_free(&plan);
     exd_model_close(&model);
-    exd_gguf_close(&gguf);
+    prt_gguf_close(&gguf);
     snprintf(file, sizeof file, "%s/fuzz", dir);
     rmdir(file);
     MUST(rmdir(dir) == 0);

@@ -17,7 +17,7 @@
             abort();                                                                                         \
     } while (0)
 
-static uint64_t touch(struct exd_str s)
+static uint64_t touch(struct prt_str s)
 {
     uint64_t sum = s.len;
 
@@ -26,25 +26,25 @@ static uint64_t touch(struct exd_str s)
     return sum;
 }
 
-static void check_tensors(const struct exd_gguf *g)
+static void check_tensors(const struct prt_gguf *g)
 {
-    for (uint32_t i = 0; i < exd_gguf_tensor_count(g); i++) {
-        const struct exd_gguf_tensor *t = exd_gguf_tensor(g, i);
-        const struct exd_gguf_shard *s = exd_gguf_shard(g, t->shard);
+    for (uint32_t i = 0; i < prt_gguf_tensor_count(g); i++) {
+        const struct prt_gguf_tensor *t = prt_gguf_tensor(g, i);
+        const struct prt_gguf_shard *s = prt_gguf_shard(g, t->shard);
 
         MUST(s && t->size_bytes > 0 && t->offset >= s->header_bytes && t->offset <= s->size_bytes);
         MUST(t->size_bytes <= s->size_bytes - t->offset && t->offset % s->alignment == 0);
-        MUST(exd_gguf_type_name(t->type));
+        MUST(prt_gguf_type_name(t->type));
         touch(t->name);
     }
 }
 
-static void check_values(const struct exd_gguf *g)
+static void check_values(const struct prt_gguf *g)
 {
-    for (uint32_t i = 0; i < exd_gguf_key_count(g); i++) {
-        struct exd_str k = exd_gguf_key(g, i), s;
-        struct exd_gguf_strings strs;
-        struct exd_gguf_i32s i32s;
+    for (uint32_t i = 0; i < prt_gguf_key_count(g); i++) {
+        struct prt_str k = prt_gguf_key(g, i), s;
+        struct prt_gguf_strings strs;
+        struct prt_gguf_i32s i32s;
         char *key = strndup(k.data, k.len);
         uint32_t u;
         uint64_t sum = 0;
@@ -52,23 +52,23 @@ static void check_values(const struct exd_gguf *g)
         bool b;
 
         MUST(key);
-        exd_gguf_u32(g, key, &u, NULL);
-        exd_gguf_f32(g, key, &f, NULL);
-        exd_gguf_bool(g, key, &b, NULL);
-        if (exd_gguf_str(g, key, &s, NULL) == 0)
+        prt_gguf_u32(g, key, &u, NULL);
+        prt_gguf_f32(g, key, &f, NULL);
+        prt_gguf_bool(g, key, &b, NULL);
+        if (prt_gguf_str(g, key, &s, NULL) == 0)
             touch(s);
-        if (exd_gguf_strings(g, key, &strs, NULL) == 0) {
+        if (prt_gguf_strings(g, key, &strs, NULL) == 0) {
             size_t bytes = strs.size_bytes;
 
-            while (exd_gguf_strings_next(&strs, &s)) {
+            while (prt_gguf_strings_next(&strs, &s)) {
                 sum += s.len;
                 touch(s);
             }
             MUST(sum == bytes);
         }
-        if (exd_gguf_i32s(g, key, &i32s, NULL) == 0)
+        if (prt_gguf_i32s(g, key, &i32s, NULL) == 0)
             for (uint64_t n = 0; n < i32s.count; n++)
-                sum += (uint64_t)exd_gguf_i32_at(&i32s, n);
+                sum += (uint64_t)prt_gguf_i32_at(&i32s, n);
         free(key);
     }
 }
@@ -93,9 +93,9 @@ static void check_model(const struct exd_model *m)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    struct exd_gguf_memory src[2] = {{"a", data, size}, {"b", NULL, 0}};
+    struct prt_gguf_memory src[2] = {{"a", data, size}, {"b", NULL, 0}};
     struct shm_error err = {0};
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct exd_model *m;
     uint8_t hash[16];
     size_t n = 1;
@@ -106,23 +106,23 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         memcpy(&first, data + 4, 4);
         first = le32toh(first);
         first = first < size - 8 ? first : (uint32_t)(size - 8);
-        src[0] = (struct exd_gguf_memory){"a", data + 8, first};
-        src[1] = (struct exd_gguf_memory){"b", data + 8 + first, size - 8 - first};
+        src[0] = (struct prt_gguf_memory){"a", data + 8, first};
+        src[1] = (struct prt_gguf_memory){"b", data + 8 + first, size - 8 - first};
         n = 2;
     }
-    if (exd_gguf_open_memory(src, n, &g, &err) < 0) {
+    if (prt_gguf_open_memory(src, n, &g, &err) < 0) {
         MUST(err.text[0] && err.code < 0);
         return 0;
     }
     check_tensors(g);
     check_values(g);
-    exd_gguf_fingerprint(g, hash);
+    prt_gguf_fingerprint(g, hash);
     if (exd_model_open(g, &m, &err) == 0) {
         check_model(m);
         exd_model_close(&m);
     } else {
         MUST(err.text[0] && err.code < 0);
     }
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     return 0;
 }

@@ -24,8 +24,8 @@ void fixture_model(struct arena_fixture *f, const char *path)
     struct shm_error err = {0};
     exd_plan_free(&f->plan);
     exd_model_close(&f->model);
-    exd_gguf_close(&f->gguf);
-    cr_assert_eq(exd_gguf_open(path, &f->gguf, &err), 0, "%s", err.text);
+    prt_gguf_close(&f->gguf);
+    cr_assert_eq(prt_gguf_open(path, &f->gguf, &err), 0, "%s", err.text);
     cr_assert_eq(exd_model_open(f->gguf, &f->model, &err), 0, "%s", err.text);
     cr_assert_eq(exd_plan_make(f->model, &f->plan, &err), 0, "%s", err.text);
 }
@@ -66,7 +66,7 @@ void fixture_close(struct arena_fixture *f)
     cr_expect_eq(rmdir(f->dir), 0, "something is left in %s", f->dir);
     exd_plan_free(&f->plan);
     exd_model_close(&f->model);
-    exd_gguf_close(&f->gguf);
+    prt_gguf_close(&f->gguf);
 }
 
 struct exd_arena *fixture_loaded(struct arena_fixture *f)

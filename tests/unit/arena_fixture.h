@@ -10,7 +10,7 @@
 #include "expertd/exd_loader.h"
 
 struct arena_fixture {
-    struct exd_gguf *gguf;
+    struct prt_gguf *gguf;
     struct exd_model *model;
     struct exd_plan *plan;
     char dir[256]; /* instance directory, 0700, on tmpfs */

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "expertd/exd_gguf_priv.h"
+#include "proto/prt_gguf_priv.h"
 #include "tests/unit/gguf_build.h"
 
 #define Q8_0 8u
@@ -63,42 +63,42 @@ void gb_key(struct gb *b, const char *key, uint32_t type, const void *value, siz
 void gb_u32(struct gb *b, const char *key, uint32_t v)
 {
     v = htole32(v);
-    gb_key(b, key, EXD_GGUF_U32, &v, 4);
+    gb_key(b, key, PRT_GGUF_U32, &v, 4);
 }
 
 void gb_f32(struct gb *b, const char *key, float v)
 {
-    gb_key(b, key, EXD_GGUF_F32, &v, 4);
+    gb_key(b, key, PRT_GGUF_F32, &v, 4);
 }
 
 void gb_bool(struct gb *b, const char *key, uint8_t v)
 {
-    gb_key(b, key, EXD_GGUF_BOOL, &v, 1);
+    gb_key(b, key, PRT_GGUF_BOOL, &v, 1);
 }
 
 void gb_str(struct gb *b, const char *key, const char *v)
 {
-    gb_key(b, key, EXD_GGUF_STRING, NULL, 0);
+    gb_key(b, key, PRT_GGUF_STRING, NULL, 0);
     gb_put_str(&b->kv, v);
 }
 
 static void array_head(struct gb *b, const char *key, uint32_t type, size_t n)
 {
-    gb_key(b, key, EXD_GGUF_ARRAY, NULL, 0);
+    gb_key(b, key, PRT_GGUF_ARRAY, NULL, 0);
     gb_put_u32(&b->kv, type);
     gb_put_u64(&b->kv, n);
 }
 
 void gb_i32s(struct gb *b, const char *key, const int32_t *v, size_t n)
 {
-    array_head(b, key, EXD_GGUF_I32, n);
+    array_head(b, key, PRT_GGUF_I32, n);
     for (size_t i = 0; i < n; i++)
         gb_put_u32(&b->kv, (uint32_t)v[i]);
 }
 
 void gb_f32s(struct gb *b, const char *key, size_t n)
 {
-    array_head(b, key, EXD_GGUF_F32, n);
+    array_head(b, key, PRT_GGUF_F32, n);
     for (size_t i = 0; i < n; i++) {
         float value = -(float)i;
         uint32_t bits;
@@ -109,7 +109,7 @@ void gb_f32s(struct gb *b, const char *key, size_t n)
 
 void gb_strs(struct gb *b, const char *key, const char *prefix, size_t n)
 {
-    array_head(b, key, EXD_GGUF_STRING, n);
+    array_head(b, key, PRT_GGUF_STRING, n);
     for (size_t i = 0; i < n; i++) {
         char s[64];
 
@@ -121,7 +121,7 @@ void gb_strs(struct gb *b, const char *key, const char *prefix, size_t n)
 struct gb_tensor *gb_tensor(struct gb *b, const char *name, uint32_t type, uint32_t n_dims,
                             const uint64_t *dims)
 {
-    const struct exd_gguf_type_info *info = exd_gguf_type_info(type);
+    const struct prt_gguf_type_info *info = prt_gguf_type_info(type);
     struct gb_tensor *t;
 
     b->tensor = realloc(b->tensor, (b->n_tensors + 1) * sizeof(*b->tensor));
@@ -259,10 +259,10 @@ void gb_model(struct gb *b, const struct gb_model *opt)
         uint16_t no = htole16((uint16_t)opt->shard), count = htole16((uint16_t)opt->shards);
         int32_t total = (int32_t)((opt->untied ? 3 : 2) + 12 * layers);
 
-        gb_key(b, "split.no", EXD_GGUF_U16, &no, 2);
-        gb_key(b, "split.count", EXD_GGUF_U16, &count, 2);
+        gb_key(b, "split.no", PRT_GGUF_U16, &no, 2);
+        gb_key(b, "split.count", PRT_GGUF_U16, &count, 2);
         if (!opt->skip_key || strcmp(opt->skip_key, "split.tensors.count"))
-            gb_key(b, "split.tensors.count", EXD_GGUF_I32, &total, 4);
+            gb_key(b, "split.tensors.count", PRT_GGUF_I32, &total, 4);
     }
     for (size_t i = 0; i < (opt->untied ? 3 : 2); i++)
         model_tensor(b, opt, global[i].name, &global[i], &index);

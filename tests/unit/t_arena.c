@@ -82,13 +82,13 @@ Test(arena, plan_is_aligned_disjoint_and_inside)
     cr_assert_eq(load, p->load_bytes);
 }
 
-static void same_strings(const uint8_t *catalog, const struct shm_strings *s, struct exd_gguf_strings walk)
+static void same_strings(const uint8_t *catalog, const struct shm_strings *s, struct prt_gguf_strings walk)
 {
     const uint32_t *offset = (const uint32_t *)(catalog + s->offsets);
-    struct exd_str text;
+    struct prt_str text;
     uint32_t i = 0;
     cr_assert_eq(s->count, walk.count);
-    for (; exd_gguf_strings_next(&walk, &text); i++) {
+    for (; prt_gguf_strings_next(&walk, &text); i++) {
         cr_assert_eq(offset[i + 1] - offset[i], text.len, "string %u", i);
         cr_assert(memcmp(catalog + s->bytes + offset[i], text.data, text.len) == 0, "string %u", i);
     }
@@ -104,7 +104,7 @@ Test(arena, catalog_carries_the_tokenizer_and_the_hyper_parameters)
     cr_assert_neq(c->tokenizer.types, 0);
     for (uint32_t i = 0; i < t->types.count; i++)
         cr_assert_eq(((const int32_t *)(fx.plan->catalog + c->tokenizer.types))[i],
-                     exd_gguf_i32_at(&t->types, i));
+                     prt_gguf_i32_at(&t->types, i));
     cr_assert_str_eq((const char *)fx.plan->catalog + c->tokenizer.model.offset, "gpt2");
     cr_assert_str_eq((const char *)fx.plan->catalog + c->tokenizer.pre.offset, "qwen2");
     cr_assert_eq(c->tokenizer.chat_template.bytes, t->chat_template.len);

@@ -7,24 +7,24 @@
 #include <string.h>
 #include <time.h>
 
-#include "expertd/exd_gguf.h"
+#include "proto/prt_gguf.h"
 #include "tests/unit/gguf_build.h"
 
 TestSuite(gguf, .timeout = 30);
 
-static int open_bytes(struct gb_bytes f, struct exd_gguf **g, struct shm_error *err)
+static int open_bytes(struct gb_bytes f, struct prt_gguf **g, struct shm_error *err)
 {
-    struct exd_gguf_memory src = {"m.gguf", f.data, f.len};
+    struct prt_gguf_memory src = {"m.gguf", f.data, f.len};
 
     *err = (struct shm_error){0};
-    return exd_gguf_open_memory(&src, 1, g, err);
+    return prt_gguf_open_memory(&src, 1, g, err);
 }
 
 /* The file that b stands for is refused with -EINVAL and a line that has text in it. */
 static void refused(struct gb *b, const char *text)
 {
     struct gb_bytes f = gb_finish(b);
-    struct exd_gguf *g = (void *)1;
+    struct prt_gguf *g = (void *)1;
     struct shm_error err;
 
     cr_expect_eq(open_bytes(f, &g, &err), -EINVAL, "expected a refusal: %s", text);
@@ -51,37 +51,37 @@ Test(gguf, reads_v2_and_v3)
     for (uint32_t version = 2; version <= 3; version++) {
         struct gb b;
         struct gb_bytes f;
-        struct exd_gguf *g;
+        struct prt_gguf *g;
         struct shm_error err;
-        const struct exd_gguf_tensor *t;
-        const struct exd_gguf_shard *s;
+        const struct prt_gguf_tensor *t;
+        const struct prt_gguf_shard *s;
 
         small(&b);
         b.version = version;
         f = gb_finish(&b);
         cr_assert_eq(open_bytes(f, &g, &err), 0, "%s", err.text);
-        cr_expect_eq(exd_gguf_shard_count(g), 1);
-        cr_expect_eq(exd_gguf_tensor_count(g), 2);
-        cr_expect_eq(exd_gguf_key_count(g), 2);
-        s = exd_gguf_shard(g, 0);
-        cr_expect_null(exd_gguf_shard(g, 1));
+        cr_expect_eq(prt_gguf_shard_count(g), 1);
+        cr_expect_eq(prt_gguf_tensor_count(g), 2);
+        cr_expect_eq(prt_gguf_key_count(g), 2);
+        s = prt_gguf_shard(g, 0);
+        cr_expect_null(prt_gguf_shard(g, 1));
         cr_expect_eq(s->fd, -1);
         cr_expect_eq(s->size_bytes, f.len);
         cr_expect_eq(s->alignment, 32);
         cr_expect_eq(s->data_offset % 32, 0);
         cr_expect_eq(memcmp(s->header, f.data, s->header_bytes), 0);
-        t = exd_gguf_find_tensor(g, "two");
+        t = prt_gguf_find_tensor(g, "two");
         cr_assert_not_null(t);
-        cr_expect_eq(t, exd_gguf_tensor(g, 1));
+        cr_expect_eq(t, prt_gguf_tensor(g, 1));
         cr_expect(t->n_dims == 2 && t->dims[0] == 8 && t->dims[1] == 2 && t->dims[2] == 1 && t->dims[3] == 1);
         cr_expect_eq(t->offset, s->data_offset + 64);
         cr_expect_eq(t->size_bytes, 64);
         cr_expect_eq(f.data[t->offset], 1); /* the builder's pattern of tensor 1 */
-        cr_expect_null(exd_gguf_find_tensor(g, "tw"));
-        cr_expect_null(exd_gguf_find_tensor(g, "two2"));
-        exd_gguf_close(&g);
+        cr_expect_null(prt_gguf_find_tensor(g, "tw"));
+        cr_expect_null(prt_gguf_find_tensor(g, "two2"));
+        prt_gguf_close(&g);
         cr_expect_null(g);
-        exd_gguf_close(&g);
+        prt_gguf_close(&g);
         free(f.data);
         gb_free(&b);
     }
@@ -92,24 +92,24 @@ Test(gguf, typed_values)
     static const int32_t ints[3] = {1, -2, 3};
     struct gb b;
     struct gb_bytes f;
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err = {0};
-    struct exd_gguf_strings strs;
-    struct exd_gguf_i32s i32s;
-    struct exd_str s;
+    struct prt_gguf_strings strs;
+    struct prt_gguf_i32s i32s;
+    struct prt_str s;
     uint32_t u32 = 99;
     float f32;
     bool flag;
     double big = 1e300, pi = 3.25;
 
     gb_init(&b);
-    gb_key(&b, "u8", EXD_GGUF_U8, "\xff", 1);
-    gb_key(&b, "i8", EXD_GGUF_I8, "\x7f", 1);
-    gb_key(&b, "neg", EXD_GGUF_I16, "\xfe\xff", 2);
-    gb_key(&b, "u64", EXD_GGUF_U64, "\x00\x00\x00\x00\x01\x00\x00\x00", 8);
-    gb_key(&b, "i64", EXD_GGUF_I64, "\x05\x00\x00\x00\x00\x00\x00\x00", 8);
-    gb_key(&b, "big", EXD_GGUF_F64, &big, 8);
-    gb_key(&b, "pi", EXD_GGUF_F64, &pi, 8);
+    gb_key(&b, "u8", PRT_GGUF_U8, "\xff", 1);
+    gb_key(&b, "i8", PRT_GGUF_I8, "\x7f", 1);
+    gb_key(&b, "neg", PRT_GGUF_I16, "\xfe\xff", 2);
+    gb_key(&b, "u64", PRT_GGUF_U64, "\x00\x00\x00\x00\x01\x00\x00\x00", 8);
+    gb_key(&b, "i64", PRT_GGUF_I64, "\x05\x00\x00\x00\x00\x00\x00\x00", 8);
+    gb_key(&b, "big", PRT_GGUF_F64, &big, 8);
+    gb_key(&b, "pi", PRT_GGUF_F64, &pi, 8);
     gb_f32(&b, "f32", 0.5f);
     gb_f32(&b, "nan", __builtin_nanf(""));
     gb_bool(&b, "yes", 1);
@@ -117,50 +117,50 @@ Test(gguf, typed_values)
     gb_str(&b, "str", "hello");
     gb_strs(&b, "strs", "s", 12);
     gb_i32s(&b, "i32s", ints, 3);
-    gb_key(&b, "u32s", EXD_GGUF_ARRAY, "\x04\0\0\0\x01\0\0\0\0\0\0\0\0\0\0\x80", 16);
+    gb_key(&b, "u32s", PRT_GGUF_ARRAY, "\x04\0\0\0\x01\0\0\0\0\0\0\0\0\0\0\x80", 16);
     f = gb_finish(&b);
     cr_assert_eq(open_bytes(f, &g, &err), 0, "%s", err.text);
 
-    cr_expect(exd_gguf_u32(g, "u8", &u32, &err) == 0 && u32 == 255);
-    cr_expect(exd_gguf_u32(g, "i8", &u32, &err) == 0 && u32 == 127);
-    cr_expect(exd_gguf_u32(g, "i64", &u32, &err) == 0 && u32 == 5);
-    cr_expect_eq(exd_gguf_u32(g, "u64", &u32, &err), -EINVAL);
+    cr_expect(prt_gguf_u32(g, "u8", &u32, &err) == 0 && u32 == 255);
+    cr_expect(prt_gguf_u32(g, "i8", &u32, &err) == 0 && u32 == 127);
+    cr_expect(prt_gguf_u32(g, "i64", &u32, &err) == 0 && u32 == 5);
+    cr_expect_eq(prt_gguf_u32(g, "u64", &u32, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key u64 is 4294967296, the most allowed is 4294967295");
-    cr_expect_eq(exd_gguf_u32(g, "neg", &u32, &err), -EINVAL);
+    cr_expect_eq(prt_gguf_u32(g, "neg", &u32, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key neg is -2, must not be negative");
-    cr_expect_eq(exd_gguf_u32(g, "str", &u32, &err), -EINVAL);
+    cr_expect_eq(prt_gguf_u32(g, "str", &u32, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key str is of type string, expected an integer");
-    cr_expect_eq(exd_gguf_u32(g, "none", &u32, &err), -ENOENT);
+    cr_expect_eq(prt_gguf_u32(g, "none", &u32, &err), -ENOENT);
     cr_expect_str_eq(err.text, "m.gguf: key none is missing");
     cr_expect_eq(u32, 5, "written on failure");
 
-    cr_expect(exd_gguf_f32(g, "f32", &f32, &err) == 0 && f32 == 0.5f);
-    cr_expect(exd_gguf_f32(g, "pi", &f32, &err) == 0 && f32 == 3.25f);
-    cr_expect_eq(exd_gguf_f32(g, "big", &f32, &err), -EINVAL);
-    cr_expect_eq(exd_gguf_f32(g, "nan", &f32, &err), -EINVAL);
-    cr_expect_eq(exd_gguf_f32(g, "u8", &f32, &err), -EINVAL);
-    cr_expect(exd_gguf_bool(g, "yes", &flag, &err) == 0 && flag);
-    cr_expect_eq(exd_gguf_bool(g, "two", &flag, &err), -EINVAL);
-    cr_expect(exd_gguf_str(g, "str", &s, &err) == 0 && s.len == 5 && !memcmp(s.data, "hello", 5));
-    cr_expect_eq(exd_gguf_str(g, "strs", &s, &err), -EINVAL);
+    cr_expect(prt_gguf_f32(g, "f32", &f32, &err) == 0 && f32 == 0.5f);
+    cr_expect(prt_gguf_f32(g, "pi", &f32, &err) == 0 && f32 == 3.25f);
+    cr_expect_eq(prt_gguf_f32(g, "big", &f32, &err), -EINVAL);
+    cr_expect_eq(prt_gguf_f32(g, "nan", &f32, &err), -EINVAL);
+    cr_expect_eq(prt_gguf_f32(g, "u8", &f32, &err), -EINVAL);
+    cr_expect(prt_gguf_bool(g, "yes", &flag, &err) == 0 && flag);
+    cr_expect_eq(prt_gguf_bool(g, "two", &flag, &err), -EINVAL);
+    cr_expect(prt_gguf_str(g, "str", &s, &err) == 0 && s.len == 5 && !memcmp(s.data, "hello", 5));
+    cr_expect_eq(prt_gguf_str(g, "strs", &s, &err), -EINVAL);
     cr_expect_str_eq(err.text, "m.gguf: key strs is an array of string, expected a string");
 
-    cr_assert_eq(exd_gguf_strings(g, "strs", &strs, &err), 0);
+    cr_assert_eq(prt_gguf_strings(g, "strs", &strs, &err), 0);
     cr_expect(strs.count == 12 && strs.size_bytes == 10 * 2 + 2 * 3);
     for (int i = 0; i < 12; i++) {
         char want[8];
 
         snprintf(want, sizeof(want), "s%d", i);
-        cr_assert(exd_gguf_strings_next(&strs, &s));
+        cr_assert(prt_gguf_strings_next(&strs, &s));
         cr_expect(s.len == strlen(want) && !memcmp(s.data, want, s.len));
     }
-    cr_expect_not(exd_gguf_strings_next(&strs, &s));
-    cr_expect_eq(exd_gguf_strings(g, "i32s", &strs, &err), -EINVAL);
-    cr_assert_eq(exd_gguf_i32s(g, "i32s", &i32s, &err), 0);
-    cr_expect(i32s.count == 3 && exd_gguf_i32_at(&i32s, 1) == -2 && exd_gguf_i32_at(&i32s, 2) == 3);
-    cr_expect_eq(exd_gguf_i32s(g, "u32s", &i32s, &err), -EINVAL);
-    cr_expect_eq(exd_gguf_i32s(g, "strs", &i32s, &err), -EINVAL);
-    exd_gguf_close(&g);
+    cr_expect_not(prt_gguf_strings_next(&strs, &s));
+    cr_expect_eq(prt_gguf_strings(g, "i32s", &strs, &err), -EINVAL);
+    cr_assert_eq(prt_gguf_i32s(g, "i32s", &i32s, &err), 0);
+    cr_expect(i32s.count == 3 && prt_gguf_i32_at(&i32s, 1) == -2 && prt_gguf_i32_at(&i32s, 2) == 3);
+    cr_expect_eq(prt_gguf_i32s(g, "u32s", &i32s, &err), -EINVAL);
+    cr_expect_eq(prt_gguf_i32s(g, "strs", &i32s, &err), -EINVAL);
+    prt_gguf_close(&g);
     free(f.data);
     gb_free(&b);
 }
@@ -200,16 +200,16 @@ Test(gguf, refuses_bad_keys)
     gb_u32(&b, "", 1);
     refused(&b, "a key at offset 79 has 0 bytes");
     small(&b);
-    gb_key(&b, "long", EXD_GGUF_STRING, "\xff\xff\xff\xff\xff\xff\xff\xff", 8);
+    gb_key(&b, "long", PRT_GGUF_STRING, "\xff\xff\xff\xff\xff\xff\xff\xff", 8);
     refused(&b, "file ends inside a string");
     small(&b);
-    gb_key(&b, "long", EXD_GGUF_ARRAY, "\x00\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff", 12);
+    gb_key(&b, "long", PRT_GGUF_ARRAY, "\x00\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff", 12);
     refused(&b, "claims 18446744073709551615 elements");
     small(&b);
-    gb_key(&b, "long", EXD_GGUF_ARRAY, "\x0a\0\0\0\x01\0\0\0\0\0\0\x20", 12);
+    gb_key(&b, "long", PRT_GGUF_ARRAY, "\x0a\0\0\0\x01\0\0\0\0\0\0\x20", 12);
     refused(&b, "claims 2305843009213693953 elements");
     small(&b);
-    gb_key(&b, "odd", EXD_GGUF_ARRAY, "\x0d\0\0\0\x01\0\0\0\0\0\0\0", 12);
+    gb_key(&b, "odd", PRT_GGUF_ARRAY, "\x0d\0\0\0\x01\0\0\0\0\0\0\0", 12);
     refused(&b, "has element type 13");
 }
 
@@ -217,12 +217,12 @@ Test(gguf, refuses_bad_keys)
 static void nested(struct gb *b, int depth)
 {
     small(b);
-    gb_key(b, "nest", EXD_GGUF_ARRAY, NULL, 0);
+    gb_key(b, "nest", PRT_GGUF_ARRAY, NULL, 0);
     for (int i = 1; i < depth; i++) {
-        gb_put_u32(&b->kv, EXD_GGUF_ARRAY);
+        gb_put_u32(&b->kv, PRT_GGUF_ARRAY);
         gb_put_u64(&b->kv, 1);
     }
-    gb_put_u32(&b->kv, EXD_GGUF_U8);
+    gb_put_u32(&b->kv, PRT_GGUF_U8);
     gb_put_u64(&b->kv, 0);
 }
 
@@ -230,17 +230,17 @@ Test(gguf, bounds_nesting)
 {
     struct gb b;
     struct gb_bytes f;
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err;
 
-    nested(&b, EXD_GGUF_NESTING_MAX);
+    nested(&b, PRT_GGUF_NESTING_MAX);
     f = gb_finish(&b);
     cr_assert_eq(open_bytes(f, &g, &err), 0, "%s", err.text);
-    cr_expect_not_null(exd_gguf_find_tensor(g, "two"));
-    exd_gguf_close(&g);
+    cr_expect_not_null(prt_gguf_find_tensor(g, "two"));
+    prt_gguf_close(&g);
     free(f.data);
     gb_free(&b);
-    nested(&b, EXD_GGUF_NESTING_MAX + 1);
+    nested(&b, PRT_GGUF_NESTING_MAX + 1);
     refused(&b, "arrays nested deeper than 4");
 }
 
@@ -310,7 +310,7 @@ Test(gguf, alignment)
     static const uint32_t bad[] = {0, 1, 4, 24, 1u << 21};
     struct gb b;
     struct gb_bytes f;
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err;
 
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
@@ -324,8 +324,8 @@ Test(gguf, alignment)
         gb_u32(&b, "general.alignment", a);
         f = gb_finish(&b);
         cr_assert_eq(open_bytes(f, &g, &err), 0, "%s", err.text);
-        cr_expect_eq(exd_gguf_tensor(g, 1)->offset % a, 0);
-        exd_gguf_close(&g);
+        cr_expect_eq(prt_gguf_tensor(g, 1)->offset % a, 0);
+        prt_gguf_close(&g);
         free(f.data);
         gb_free(&b);
     }
@@ -335,7 +335,7 @@ Test(gguf, every_prefix_is_refused)
 {
     struct gb b;
     struct gb_bytes f;
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err;
 
     gb_init(&b);
@@ -351,7 +351,7 @@ Test(gguf, every_prefix_is_refused)
         free(cut.data);
     }
     cr_assert_eq(open_bytes(f, &g, &err), 0, "%s", err.text);
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     free(f.data);
     gb_free(&b);
 }
@@ -360,8 +360,8 @@ Test(gguf, tensor_in_two_shards)
 {
     struct gb b[2];
     struct gb_bytes f[2];
-    struct exd_gguf_memory src[2];
-    struct exd_gguf *g;
+    struct prt_gguf_memory src[2];
+    struct prt_gguf *g;
     struct shm_error err = {0};
 
     for (uint32_t i = 0; i < 2; i++) {
@@ -371,10 +371,10 @@ Test(gguf, tensor_in_two_shards)
     gb_tensor(&b[1], "token_embd.weight", 0, 2, dims_8x2);
     for (uint32_t i = 0; i < 2; i++) {
         f[i] = gb_finish(&b[i]);
-        src[i] = (struct exd_gguf_memory){i ? "b.gguf" : "a.gguf", f[i].data, f[i].len};
+        src[i] = (struct prt_gguf_memory){i ? "b.gguf" : "a.gguf", f[i].data, f[i].len};
         gb_free(&b[i]);
     }
-    cr_expect_eq(exd_gguf_open_memory(src, 2, &g, &err), -EINVAL);
+    cr_expect_eq(prt_gguf_open_memory(src, 2, &g, &err), -EINVAL);
     cr_expect(strstr(err.text, "tensor token_embd.weight appears twice"), "%s", err.text);
     free(f[0].data);
     free(f[1].data);
@@ -385,7 +385,7 @@ Test(gguf, large_vocabulary_is_fast)
 {
     struct gb b;
     struct gb_bytes f;
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err;
     struct timespec t0, t1;
 
@@ -397,7 +397,7 @@ Test(gguf, large_vocabulary_is_fast)
     cr_assert_eq(open_bytes(f, &g, &err), 0, "%s", err.text);
     clock_gettime(CLOCK_MONOTONIC, &t1);
     cr_expect_lt((double)(t1.tv_sec - t0.tv_sec) + (double)(t1.tv_nsec - t0.tv_nsec) / 1e9, 1.0);
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     free(f.data);
     gb_free(&b);
 }

@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "expertd/exd_gguf.h"
+#include "proto/prt_gguf.h"
 #include "tests/unit/gguf_build.h"
 
 TestSuite(gguf_files, .timeout = 30);
@@ -60,37 +60,37 @@ static void write_model(const char *name, const struct gb_model *opt)
 static void open_fails(const char *name, int code, const char *text)
 {
     char path[128];
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err = {0};
     int r;
 
     snprintf(path, sizeof(path), "%s/%s", dir, name);
-    r = exd_gguf_open(path, &g, &err);
+    r = prt_gguf_open(path, &g, &err);
     cr_expect_eq(r, code, "%s: %d", text, r);
     cr_expect(strstr(err.text, text), "'%s' does not say '%s'", err.text, text);
 }
 
 Test(gguf_files, file_descriptor_and_size, .init = make_dir, .fini = remove_dir)
 {
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err = {0};
-    const struct exd_gguf_shard *s;
+    const struct prt_gguf_shard *s;
     struct stat st;
     char path[128];
     int fd;
 
     write_model("m.gguf", &(struct gb_model){0});
     snprintf(path, sizeof(path), "%s/m.gguf", dir);
-    cr_assert_eq(exd_gguf_open(path, &g, &err), 0, "%s", err.text);
-    s = exd_gguf_shard(g, 0);
+    cr_assert_eq(prt_gguf_open(path, &g, &err), 0, "%s", err.text);
+    s = prt_gguf_shard(g, 0);
     cr_assert_eq(fstat(s->fd, &st), 0);
     cr_expect_eq(s->size_bytes, (uint64_t)st.st_size);
     cr_expect_eq(s->mtime_ns, (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec);
     cr_expect(fcntl(s->fd, F_GETFD) & FD_CLOEXEC);
     cr_expect_eq(fcntl(s->fd, F_GETFL) & (O_ACCMODE | O_NONBLOCK), O_RDONLY);
-    cr_expect_str_eq(exd_gguf_path(g), path);
+    cr_expect_str_eq(prt_gguf_path(g), path);
     fd = s->fd;
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     cr_expect_eq(fcntl(fd, F_GETFD), -1, "left open");
 }
 
@@ -109,7 +109,7 @@ Test(gguf_files, refuses_what_is_no_file, .init = make_dir, .fini = remove_dir)
 
 Test(gguf_files, fingerprint, .init = make_dir, .fini = remove_dir)
 {
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err = {0};
     uint8_t hash[4][16];
     char path[128];
@@ -121,9 +121,9 @@ Test(gguf_files, fingerprint, .init = make_dir, .fini = remove_dir)
         write_model("m.gguf", &(struct gb_model){.skip_key = i == 3 ? "qwen3moe.rope.freq_base" : NULL});
         t[1].tv_nsec = i == 2 ? 6 : 5;
         cr_assert_eq(utimensat(AT_FDCWD, path, t, 0), 0);
-        cr_assert_eq(exd_gguf_open(path, &g, &err), 0, "%s", err.text);
-        exd_gguf_fingerprint(g, hash[i]);
-        exd_gguf_close(&g);
+        cr_assert_eq(prt_gguf_open(path, &g, &err), 0, "%s", err.text);
+        prt_gguf_fingerprint(g, hash[i]);
+        prt_gguf_close(&g);
     }
     cr_expect_eq(memcmp(hash[0], hash[1], 16), 0);
     cr_expect_neq(memcmp(hash[0], hash[2], 16), 0);
@@ -142,26 +142,26 @@ static void write_shards(uint32_t n)
 
 Test(gguf_files, shards, .init = make_dir, .fini = remove_dir)
 {
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct shm_error err = {0};
     char path[128];
 
     write_shards(3);
     for (int given = 1; given <= 3; given++) {
-        const struct exd_gguf_tensor *t;
+        const struct prt_gguf_tensor *t;
 
         snprintf(path, sizeof(path), "%s/m-%05d-of-00003.gguf", dir, given);
-        cr_assert_eq(exd_gguf_open(path, &g, &err), 0, "%s", err.text);
-        cr_expect_eq(exd_gguf_shard_count(g), 3);
-        cr_expect_eq(exd_gguf_tensor_count(g), 14);
-        cr_expect(exd_gguf_has(g, "general.architecture"));
-        t = exd_gguf_find_tensor(g, "output_norm.weight"); /* the second tensor, so in the second shard */
+        cr_assert_eq(prt_gguf_open(path, &g, &err), 0, "%s", err.text);
+        cr_expect_eq(prt_gguf_shard_count(g), 3);
+        cr_expect_eq(prt_gguf_tensor_count(g), 14);
+        cr_expect(prt_gguf_has(g, "general.architecture"));
+        t = prt_gguf_find_tensor(g, "output_norm.weight"); /* the second tensor, so in the second shard */
         cr_assert_not_null(t);
         cr_expect_eq(t->shard, 1);
-        cr_expect_eq(t->offset, exd_gguf_shard(g, 1)->data_offset);
-        cr_expect(exd_gguf_shard(g, 2)->fd >= 0 &&
-                  strstr(exd_gguf_shard(g, 2)->path, "m-00003-of-00003.gguf"));
-        exd_gguf_close(&g);
+        cr_expect_eq(t->offset, prt_gguf_shard(g, 1)->data_offset);
+        cr_expect(prt_gguf_shard(g, 2)->fd >= 0 &&
+                  strstr(prt_gguf_shard(g, 2)->path, "m-00003-of-00003.gguf"));
+        prt_gguf_close(&g);
     }
 }
 

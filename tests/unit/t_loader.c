@@ -32,12 +32,12 @@ static void teardown(void)
 
 TestSuite(loader, .init = setup, .fini = teardown, .timeout = 60);
 
-static void same_bytes(const struct exd_gguf_tensor *t, uint64_t offset, const uint8_t *have, uint64_t n,
+static void same_bytes(const struct prt_gguf_tensor *t, uint64_t offset, const uint8_t *have, uint64_t n,
                        const char *what)
 {
     uint8_t *want = malloc(n);
     cr_assert_not_null(want);
-    cr_assert_eq(pread(exd_gguf_shard(fx.gguf, t->shard)->fd, want, n, (off_t)offset), (ssize_t)n);
+    cr_assert_eq(pread(prt_gguf_shard(fx.gguf, t->shard)->fd, want, n, (off_t)offset), (ssize_t)n);
     cr_assert(memcmp(want, have, n) == 0, "%s differs from the file", what);
     free(want);
 }
@@ -47,8 +47,8 @@ static void same_as_file(const struct exd_arena *arena)
     const struct shm_arena_view *v = exd_arena_view(arena);
     char what[128];
     for (uint32_t i = 0; i < fx.model->n_dense; i++) {
-        const struct exd_gguf_tensor *t = fx.model->dense[i].tensor;
-        snprintf(what, sizeof what, "%.*s", EXD_STR(t->name));
+        const struct prt_gguf_tensor *t = fx.model->dense[i].tensor;
+        snprintf(what, sizeof what, "%.*s", PRT_STR(t->name));
         const struct shm_tensor *to = shm_arena_tensor(v, what);
         cr_assert_not_null(to, "%s", what);
         cr_assert_eq(to->bytes, t->size_bytes);
@@ -165,7 +165,7 @@ Test(loader, every_byte_is_the_right_shards)
     }
     fixture_model(&fx, path[0]);
     for (uint32_t i = 0; i < 3; i++) {
-        const struct exd_gguf_shard *s = exd_gguf_shard(fx.gguf, i);
+        const struct prt_gguf_shard *s = prt_gguf_shard(fx.gguf, i);
         int fd = open(path[i], O_WRONLY | O_CLOEXEC);
         uint32_t x = i + 1;
         for (uint64_t at = s->data_offset; at + 4 <= s->size_bytes; at += 4) {
@@ -228,13 +228,13 @@ static void refuses(struct meddler *meddler, struct exd_arena *arena, const char
 Test(loader, a_model_that_is_written_while_it_is_read)
 {
     char path[] = "/tmp/exd_written_XXXXXX";
-    int fd = mkstemp(path), from = exd_gguf_shard(fx.gguf, 0)->fd;
+    int fd = mkstemp(path), from = prt_gguf_shard(fx.gguf, 0)->fd;
     off_t at = 0;
     while (copy_file_range(from, &at, fd, NULL, 1 << 20, 0) > 0)
         ;
-    struct exd_gguf *gguf = NULL;
+    struct prt_gguf *gguf = NULL;
     struct shm_error err = {0};
-    cr_assert_eq(exd_gguf_open(path, &gguf, &err), -ETXTBSY, "a writer may be in the middle of it");
+    cr_assert_eq(prt_gguf_open(path, &gguf, &err), -ETXTBSY, "a writer may be in the middle of it");
     cr_assert(strstr(err.text, path) && strstr(err.text, "open for writing"), "%s", err.text);
     close(fd);
     fixture_model(&fx, path);

@@ -145,7 +145,7 @@ Test(mkmodel, every_type_loads)
 
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         struct mkm_shape sh = preset("tiny");
-        struct exd_gguf *gguf = NULL;
+        struct prt_gguf *gguf = NULL;
         struct exd_model *model = NULL;
         struct shm_error err = {0};
 
@@ -153,7 +153,7 @@ Test(mkmodel, every_type_loads)
         sh.experts_type = sh.embd_type = sh.attn_type = krn_type_by_name(types[i]);
         sh.down_type = krn_type_by_name(types[(i + 1) % 8]);
         write_model(&sh, path, 2);
-        cr_assert_eq(exd_gguf_open(path, &gguf, &err), 0, "%s: %s", types[i], err.text);
+        cr_assert_eq(prt_gguf_open(path, &gguf, &err), 0, "%s: %s", types[i], err.text);
         cr_assert_eq(exd_model_open(gguf, &model, &err), 0, "%s: %s", types[i], err.text);
         cr_assert_eq(model->n_ignored, 0);
         cr_assert(model->hp.layers == 2 && model->hp.hidden == 256 && model->hp.experts == 16 &&
@@ -162,7 +162,7 @@ Test(mkmodel, every_type_loads)
         cr_assert_eq(model->layer[0].part[EXD_PART_GATE].type, sh.experts_type->ggml_id);
         cr_assert_eq(model->tok.tokens.count, 4096);
         exd_model_close(&model);
-        exd_gguf_close(&gguf);
+        prt_gguf_close(&gguf);
         unlink(path);
     }
 }
@@ -171,16 +171,16 @@ Test(mkmodel, story_shape_loads)
 {
     struct mkm_shape sh = preset("story");
     const char *path = path_of("story");
-    struct exd_gguf *gguf = NULL;
+    struct prt_gguf *gguf = NULL;
     struct exd_model *model = NULL;
     struct shm_error err = {0};
 
     write_model(&sh, path, 1);
-    cr_assert_eq(exd_gguf_open(path, &gguf, &err), 0, "%s", err.text);
+    cr_assert_eq(prt_gguf_open(path, &gguf, &err), 0, "%s", err.text);
     cr_assert_eq(exd_model_open(gguf, &model, &err), 0, "%s", err.text);
     cr_assert_eq(model->hp.rope_base, 10000.0f);
     exd_model_close(&model);
-    exd_gguf_close(&gguf);
+    prt_gguf_close(&gguf);
     unlink(path);
 }
 
@@ -226,7 +226,7 @@ Test(mkmodel, embedding_and_head_are_built_as_said)
 {
     struct mkm_shape sh = preset("tiny");
     const char *path = path_of("embd");
-    struct exd_gguf *gguf = NULL;
+    struct prt_gguf *gguf = NULL;
     struct shm_error err = {0};
     const char *names[] = {"token_embd.weight", "output.weight"};
     float s[256], row[256];
@@ -235,10 +235,10 @@ Test(mkmodel, embedding_and_head_are_built_as_said)
     sh.embd_type = krn_type_by_name("F32");
     write_model(&sh, path, 2);
     mkm_common_vector(&sh, s);
-    cr_assert_eq(exd_gguf_open(path, &gguf, &err), 0, "%s", err.text);
+    cr_assert_eq(prt_gguf_open(path, &gguf, &err), 0, "%s", err.text);
     f = fopen(path, "rb");
     for (int n = 0; n < 2; n++) {
-        const struct exd_gguf_tensor *t = exd_gguf_find_tensor(gguf, names[n]);
+        const struct prt_gguf_tensor *t = prt_gguf_find_tensor(gguf, names[n]);
         for (uint32_t id = 0; id < sh.vocab; id += id == 300 ? 3700 : 1) {
             double along = 0, square = 0;
             bool silent = n == 1 && (id < 256 || id >= sh.vocab - MKM_SPECIALS);
@@ -256,7 +256,7 @@ Test(mkmodel, embedding_and_head_are_built_as_said)
         }
     }
     fclose(f);
-    exd_gguf_close(&gguf);
+    prt_gguf_close(&gguf);
     unlink(path);
 }
 

@@ -14,7 +14,7 @@ TestSuite(model, .timeout = 30);
 
 struct opened {
     struct gb_bytes file;
-    struct exd_gguf *gguf;
+    struct prt_gguf *gguf;
     struct exd_model *model;
     struct shm_error err;
 };
@@ -22,20 +22,20 @@ struct opened {
 /* Finishes b and opens it as a model; b is freed. */
 static int open_model(struct gb *b, struct opened *o)
 {
-    struct exd_gguf_memory src;
+    struct prt_gguf_memory src;
 
     memset(o, 0, sizeof(*o));
     o->file = gb_finish(b);
     gb_free(b);
-    src = (struct exd_gguf_memory){"m.gguf", o->file.data, o->file.len};
-    cr_assert_eq(exd_gguf_open_memory(&src, 1, &o->gguf, &o->err), 0, "%s", o->err.text);
+    src = (struct prt_gguf_memory){"m.gguf", o->file.data, o->file.len};
+    cr_assert_eq(prt_gguf_open_memory(&src, 1, &o->gguf, &o->err), 0, "%s", o->err.text);
     return exd_model_open(o->gguf, &o->model, &o->err);
 }
 
 static void close_model(struct opened *o)
 {
     exd_model_close(&o->model);
-    exd_gguf_close(&o->gguf);
+    prt_gguf_close(&o->gguf);
     free(o->file.data);
 }
 
@@ -366,7 +366,7 @@ Test(model, sentencepiece_has_scores_in_place_of_merges)
             gb_bool(&b, "tokenizer.ggml.add_space_prefix", 0);
         accepted(&b, &o);
         const struct exd_tokenizer *t = &o.model->tok;
-        cr_expect(t->scores.count == 4 && exd_gguf_f32_at(&t->scores, 3) == -3.0f);
+        cr_expect(t->scores.count == 4 && prt_gguf_f32_at(&t->scores, 3) == -3.0f);
         cr_expect(t->merges.count == 0 && t->pre.len == 0 && t->add_space_prefix == !said && !t->add_bos);
         close_model(&o);
     }
@@ -375,8 +375,8 @@ Test(model, sentencepiece_has_scores_in_place_of_merges)
 Test(model, split_over_shards)
 {
     struct gb_bytes f[3];
-    struct exd_gguf_memory src[3];
-    struct exd_gguf *g;
+    struct prt_gguf_memory src[3];
+    struct prt_gguf *g;
     struct exd_model *m;
     struct shm_error err = {0};
 
@@ -388,14 +388,14 @@ Test(model, split_over_shards)
         gb_model(&b, &(struct gb_model){.shard = i, .shards = 3, .layers = 2});
         f[i] = gb_finish(&b);
         gb_free(&b);
-        src[i] = (struct exd_gguf_memory){name[i], f[i].data, f[i].len};
+        src[i] = (struct prt_gguf_memory){name[i], f[i].data, f[i].len};
     }
-    cr_assert_eq(exd_gguf_open_memory(src, 3, &g, &err), 0, "%s", err.text);
+    cr_assert_eq(prt_gguf_open_memory(src, 3, &g, &err), 0, "%s", err.text);
     cr_assert_eq(exd_model_open(g, &m, &err), 0, "%s", err.text);
     cr_expect_eq(m->n_ignored, 0);
     cr_expect_neq(m->layer[0].part[EXD_PART_GATE].tensor->shard, m->layer[0].part[EXD_PART_UP].tensor->shard);
     exd_model_close(&m);
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     for (int i = 0; i < 3; i++)
         free(f[i].data);
 }
@@ -404,14 +404,14 @@ Test(model, shipped_model)
 {
     const char *src = getenv("EXPERTD_SRC");
     char path[512];
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     struct exd_model *m;
     struct shm_error err = {0};
-    struct exd_gguf_strings tokens;
-    struct exd_str s = {NULL, 0};
+    struct prt_gguf_strings tokens;
+    struct prt_str s = {NULL, 0};
 
     snprintf(path, sizeof(path), "%s/tools/model/story-q4_k.gguf", src ? src : EXPERTD_SRC_DEFAULT);
-    cr_assert_eq(exd_gguf_open(path, &g, &err), 0, "%s", err.text);
+    cr_assert_eq(prt_gguf_open(path, &g, &err), 0, "%s", err.text);
     cr_assert_eq(exd_model_open(g, &m, &err), 0, "%s", err.text);
     cr_expect(m->hp.layers == 5 && m->hp.hidden == 256 && m->hp.heads == 8 && m->hp.kv_heads == 2);
     cr_expect(m->hp.head_dim_k == 64 && m->hp.experts == 48 && m->hp.experts_used == 8 &&
@@ -425,10 +425,10 @@ Test(model, shipped_model)
     cr_expect_eq(m->layer[1].part[EXD_PART_DOWN].type, KRN_Q4_0);
     cr_expect_eq(m->layer[1].part[EXD_PART_DOWN].part_bytes, 256 * 2 * 18);
     tokens = m->tok.tokens;
-    while (exd_gguf_strings_next(&tokens, &s))
+    while (prt_gguf_strings_next(&tokens, &s))
         ;
     cr_expect(s.len == 10 && !memcmp(s.data, "<|im_end|>", 10));
-    cr_expect(m->tok.eos == 4095 && exd_gguf_i32_at(&m->tok.types, 4095) == 3);
+    cr_expect(m->tok.eos == 4095 && prt_gguf_i32_at(&m->tok.types, 4095) == 3);
     exd_model_close(&m);
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
 }

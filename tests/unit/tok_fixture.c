@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "expertd/exd_gguf.h"
+#include "proto/prt_gguf.h"
 
 #define MUST(what)                                                                                           \
     do {                                                                                                     \
@@ -23,17 +23,17 @@ const char *tok_fixture_path(const char *name)
     return path;
 }
 
-static void pack(const struct exd_gguf *gguf, const char *key, struct inf_string_table *table,
+static void pack(const struct prt_gguf *gguf, const char *key, struct inf_string_table *table,
                  uint32_t **ret_offsets, char **ret_bytes)
 {
     struct shm_error err = {0};
-    struct exd_gguf_strings strings;
-    struct exd_str s;
-    MUST(exd_gguf_strings(gguf, key, &strings, &err) == 0);
+    struct prt_gguf_strings strings;
+    struct prt_str s;
+    MUST(prt_gguf_strings(gguf, key, &strings, &err) == 0);
     uint32_t *offsets = malloc((strings.count + 1) * sizeof *offsets), n = 0, at = 0;
     char *bytes = malloc(strings.size_bytes + 1);
     MUST(offsets && bytes);
-    while (exd_gguf_strings_next(&strings, &s)) {
+    while (prt_gguf_strings_next(&strings, &s)) {
         offsets[n++] = at;
         memcpy(bytes + at, s.data, s.len);
         at += (uint32_t)s.len;
@@ -47,34 +47,34 @@ static void pack(const struct exd_gguf *gguf, const char *key, struct inf_string
 void tok_fixture_open(struct tok_fixture *f)
 {
     struct shm_error err = {0};
-    struct exd_gguf *gguf = NULL;
-    struct exd_gguf_i32s types;
-    struct exd_str pre, chat;
+    struct prt_gguf *gguf = NULL;
+    struct prt_gguf_i32s types;
+    struct prt_str pre, chat;
     uint32_t eos;
     memset(f, 0, sizeof *f);
-    MUST(exd_gguf_open(tok_fixture_path("tools/model/story-q4_k.gguf"), &gguf, &err) == 0);
+    MUST(prt_gguf_open(tok_fixture_path("tools/model/story-q4_k.gguf"), &gguf, &err) == 0);
     pack(gguf, "tokenizer.ggml.tokens", &f->src.tokens, &f->token_offsets, &f->token_bytes);
     pack(gguf, "tokenizer.ggml.merges", &f->src.merges, &f->merge_offsets, &f->merge_bytes);
-    MUST(exd_gguf_i32s(gguf, "tokenizer.ggml.token_type", &types, &err) == 0);
+    MUST(prt_gguf_i32s(gguf, "tokenizer.ggml.token_type", &types, &err) == 0);
     MUST(types.count == f->src.tokens.n);
     f->types = malloc(types.count * sizeof *f->types);
     MUST(f->types);
     for (uint64_t i = 0; i < types.count; i++)
-        f->types[i] = exd_gguf_i32_at(&types, i);
-    MUST(exd_gguf_str(gguf, "tokenizer.ggml.pre", &pre, &err) == 0 && pre.len < sizeof f->pre);
+        f->types[i] = prt_gguf_i32_at(&types, i);
+    MUST(prt_gguf_str(gguf, "tokenizer.ggml.pre", &pre, &err) == 0 && pre.len < sizeof f->pre);
     memcpy(f->pre, pre.data, pre.len);
-    MUST(exd_gguf_str(gguf, "tokenizer.chat_template", &chat, &err) == 0);
+    MUST(prt_gguf_str(gguf, "tokenizer.chat_template", &chat, &err) == 0);
     f->chat_template = malloc(chat.len + 1);
     MUST(f->chat_template);
     memcpy(f->chat_template, chat.data, chat.len);
     f->chat_template_len = chat.len;
-    MUST(exd_gguf_u32(gguf, "tokenizer.ggml.eos_token_id", &eos, &err) == 0);
+    MUST(prt_gguf_u32(gguf, "tokenizer.ggml.eos_token_id", &eos, &err) == 0);
     f->src.types = f->types;
     f->src.pre = f->pre;
     f->src.pre_len = pre.len;
     f->src.eos_id = (int32_t)eos;
     f->src.bos_id = -1;
-    exd_gguf_close(&gguf);
+    prt_gguf_close(&gguf);
 }
 
 void tok_fixture_close(struct tok_fixture *f)

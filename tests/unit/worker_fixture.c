@@ -2,8 +2,8 @@
 #include "tests/unit/worker_fixture.h"
 
 #include "expertd/exd_arena.h"
-#include "expertd/exd_gguf.h"
 #include "expertd/exd_model.h"
+#include "proto/prt_gguf.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -40,10 +40,10 @@ void fix_arena_load(const char *name, struct fix_arena *a)
     struct shm_error err = {0};
     char path[4096];
     snprintf(path, sizeof path, "%s%s%s", name[0] == '/' ? "" : fix_src(), name[0] == '/' ? "" : "/", name);
-    struct exd_gguf *gguf = NULL;
+    struct prt_gguf *gguf = NULL;
     struct exd_model *model = NULL;
     struct exd_plan *plan = NULL;
-    REQUIRE(exd_gguf_open(path, &gguf, &err) == 0, &err);
+    REQUIRE(prt_gguf_open(path, &gguf, &err) == 0, &err);
     REQUIRE(exd_model_open(gguf, &model, &err) == 0, &err);
     REQUIRE(exd_plan_make(model, &plan, &err) == 0, &err);
 
@@ -64,8 +64,8 @@ void fix_arena_load(const char *name, struct fix_arena *a)
     REQUIRE(shm_arena_open(a->base, a->bytes, path, &a->view, &err) == 0, &err);
 
     for (uint32_t i = 0; i < model->n_dense; i++) {
-        const struct exd_gguf_tensor *t = model->dense[i].tensor;
-        read_at(exd_gguf_shard(gguf, t->shard)->fd, t->offset, (char *)a->base + a->view.dense[i].offset,
+        const struct prt_gguf_tensor *t = model->dense[i].tensor;
+        read_at(prt_gguf_shard(gguf, t->shard)->fd, t->offset, (char *)a->base + a->view.dense[i].offset,
                 t->size_bytes, &err);
     }
     for (uint32_t l = 0; l < model->hp.layers; l++) {
@@ -73,15 +73,15 @@ void fix_arena_load(const char *name, struct fix_arena *a)
                                          &a->view.layers[l].down};
         for (uint32_t e = 0; e < model->hp.experts; e++)
             for (int p = 0; p < EXD_PART_COUNT; p++) {
-                const struct exd_gguf_tensor *t = model->layer[l].part[p].tensor;
-                read_at(exd_gguf_shard(gguf, t->shard)->fd,
+                const struct prt_gguf_tensor *t = model->layer[l].part[p].tensor;
+                read_at(prt_gguf_shard(gguf, t->shard)->fd,
                         exd_model_part_offset(model, l, (enum exd_part)p, e),
                         (char *)shm_arena_blob(&a->view, l, e) + part[p]->offset, part[p]->bytes, &err);
             }
     }
     exd_plan_free(&plan);
     exd_model_close(&model);
-    exd_gguf_close(&gguf);
+    prt_gguf_close(&gguf);
     REQUIRE(mprotect(a->base, a->bytes, PROT_READ) == 0, &err); /* as a worker sees it */
 }
 

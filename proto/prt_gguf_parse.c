@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "expertd/exd_gguf_priv.h"
+#include "proto/prt_gguf_priv.h"
 
 #define READ_BYTES_MIN (64u << 10)
 #define READ_BYTES_MAX (1u << 20)
@@ -17,7 +17,7 @@
 #define TENSOR_BYTES_MIN (8 + 1 + 4 + 8 + 4 + 8)
 
 struct cursor {
-    struct exd_gguf_part *part;
+    struct prt_gguf_part *part;
     const uint8_t *memory;
     uint64_t size;   /* of the file */
     uint64_t limit;  /* header bytes we are willing to hold */
@@ -86,11 +86,11 @@ static int need(struct cursor *c, uint64_t n, const char *what)
     if (n > bytes_left(c))
         return shm_error_set(c->err, EINVAL,
                              "%s: file ends inside %s at offset %" PRIu64 ": %" PRIu64
-                             " bytes needed, %" PRIu64 " there (incomplete download?)",
+                             " bytes needed, %" PRIu64 " there (incomplete download?): get the whole file",
                              c->part->path, what, c->pos, n, bytes_left(c));
     if (n > c->limit - c->pos)
         return shm_error_set(c->err, EINVAL, "%s: header is larger than %llu MiB, the most we read",
-                             c->part->path, EXD_GGUF_HEADER_BYTES_MAX >> 20);
+                             c->part->path, PRT_GGUF_HEADER_BYTES_MAX >> 20);
     return load(c, c->pos + n);
 }
 
@@ -100,7 +100,7 @@ static int take_u32(struct cursor *c, const char *what, uint32_t *ret_value)
 
     if (r < 0)
         return r;
-    *ret_value = exd_le32(c->buf + c->pos);
+    *ret_value = prt_le32(c->buf + c->pos);
     c->pos += 4;
     return 0;
 }
@@ -111,7 +111,7 @@ static int take_u64(struct cursor *c, const char *what, uint64_t *ret_value)
 
     if (r < 0)
         return r;
-    *ret_value = exd_le64(c->buf + c->pos);
+    *ret_value = prt_le64(c->buf + c->pos);
     c->pos += 8;
     return 0;
 }
@@ -164,20 +164,20 @@ static int skip_array(struct cursor *c, unsigned depth, uint32_t *ret_type, uint
     r = take_u64(c, "an array", &count);
     if (r < 0)
         return r;
-    if (type >= EXD_GGUF_VALUE_COUNT)
+    if (type >= PRT_GGUF_VALUE_COUNT)
         return shm_error_set(
             c->err, EINVAL, "%s: array at offset %" PRIu64 " has element type %" PRIu32 ", known are 0 to %d",
-            c->part->path, c->pos - 12, type, EXD_GGUF_VALUE_COUNT - 1);
-    size = exd_gguf_value_bytes(type);
+            c->part->path, c->pos - 12, type, PRT_GGUF_VALUE_COUNT - 1);
+    size = prt_gguf_value_bytes(type);
     /* The smallest element: a length word, or an array's head. */
-    if (count > bytes_left(c) / (size ? size : type == EXD_GGUF_STRING ? 8 : 12))
+    if (count > bytes_left(c) / (size ? size : type == PRT_GGUF_STRING ? 8 : 12))
         return shm_error_set(c->err, EINVAL,
                              "%s: array at offset %" PRIu64 " claims %" PRIu64
                              " elements, more than the %" PRIu64 " bytes left can hold",
                              c->part->path, c->pos - 12, count, bytes_left(c));
-    if (type == EXD_GGUF_ARRAY && depth >= EXD_GGUF_NESTING_MAX)
+    if (type == PRT_GGUF_ARRAY && depth >= PRT_GGUF_NESTING_MAX)
         return shm_error_set(c->err, EINVAL, "%s: arrays nested deeper than %d at offset %" PRIu64,
-                             c->part->path, EXD_GGUF_NESTING_MAX, c->pos - 12);
+                             c->part->path, PRT_GGUF_NESTING_MAX, c->pos - 12);
     *ret_type = type;
     *ret_count = count;
     *ret_first = c->pos;
@@ -187,7 +187,7 @@ static int skip_array(struct cursor *c, unsigned depth, uint32_t *ret_type, uint
         uint64_t n, first;
         uint32_t t;
 
-        r = type == EXD_GGUF_STRING ? skip_string(c, "an array of strings")
+        r = type == PRT_GGUF_STRING ? skip_string(c, "an array of strings")
                                     : skip_array(c, depth + 1, &t, &n, &first);
         if (r < 0)
             return r;
@@ -195,9 +195,9 @@ static int skip_array(struct cursor *c, unsigned depth, uint32_t *ret_type, uint
     return 0;
 }
 
-static int parse_key(struct cursor *c, struct exd_gguf_kv *kv)
+static int parse_key(struct cursor *c, struct prt_gguf_kv *kv)
 {
-    int r = take_name(c, "a key", EXD_GGUF_KEY_BYTES_MAX, &kv->key_offset, &kv->key_len);
+    int r = take_name(c, "a key", PRT_GGUF_KEY_BYTES_MAX, &kv->key_offset, &kv->key_len);
 
     if (r < 0)
         return r;
@@ -205,18 +205,18 @@ static int parse_key(struct cursor *c, struct exd_gguf_kv *kv)
     if (r < 0)
         return r;
     kv->value_offset = c->pos;
-    if (kv->type == EXD_GGUF_STRING) {
+    if (kv->type == PRT_GGUF_STRING) {
         kv->value_offset += 8;
         r = skip_string(c, "a string");
-    } else if (kv->type == EXD_GGUF_ARRAY) {
+    } else if (kv->type == PRT_GGUF_ARRAY) {
         r = skip_array(c, 1, &kv->elem_type, &kv->elem_count, &kv->value_offset);
-    } else if (kv->type < EXD_GGUF_VALUE_COUNT) {
-        r = skip(c, exd_gguf_value_bytes(kv->type), "a value");
+    } else if (kv->type < PRT_GGUF_VALUE_COUNT) {
+        r = skip(c, prt_gguf_value_bytes(kv->type), "a value");
     } else {
-        struct exd_str k = {(const char *)c->buf + kv->key_offset, kv->key_len};
+        struct prt_str k = {(const char *)c->buf + kv->key_offset, kv->key_len};
 
         r = shm_error_set(c->err, EINVAL, "%s: key %.*s has value type %" PRIu32 ", known are 0 to %d",
-                          c->part->path, EXD_STR(k), kv->type, EXD_GGUF_VALUE_COUNT - 1);
+                          c->part->path, PRT_STR(k), kv->type, PRT_GGUF_VALUE_COUNT - 1);
     }
     if (r < 0)
         return r;
@@ -224,24 +224,24 @@ static int parse_key(struct cursor *c, struct exd_gguf_kv *kv)
     return 0;
 }
 
-static int parse_tensor(struct cursor *c, struct exd_gguf_raw_tensor *t)
+static int parse_tensor(struct cursor *c, struct prt_gguf_raw_tensor *t)
 {
-    const struct exd_gguf_type_info *info;
-    struct exd_str name;
+    const struct prt_gguf_type_info *info;
+    struct prt_str name;
     uint64_t elems = 1;
-    int r = take_name(c, "a tensor name", EXD_GGUF_NAME_BYTES_MAX, &t->name_offset, &t->name_len);
+    int r = take_name(c, "a tensor name", PRT_GGUF_NAME_BYTES_MAX, &t->name_offset, &t->name_len);
 
     if (r < 0)
         return r;
     r = take_u32(c, "a tensor entry", &t->n_dims);
     if (r < 0)
         return r;
-    name = (struct exd_str){(const char *)c->buf + t->name_offset, t->name_len};
-    if (t->n_dims < 1 || t->n_dims > EXD_GGUF_DIMS_MAX)
+    name = (struct prt_str){(const char *)c->buf + t->name_offset, t->name_len};
+    if (t->n_dims < 1 || t->n_dims > PRT_GGUF_DIMS_MAX)
         return shm_error_set(c->err, EINVAL,
                              "%s: tensor %.*s has %" PRIu32 " dimensions, supported are 1 to %d",
-                             c->part->path, EXD_STR(name), t->n_dims, EXD_GGUF_DIMS_MAX);
-    for (unsigned i = 0; i < EXD_GGUF_DIMS_MAX; i++) {
+                             c->part->path, PRT_STR(name), t->n_dims, PRT_GGUF_DIMS_MAX);
+    for (unsigned i = 0; i < PRT_GGUF_DIMS_MAX; i++) {
         t->dims[i] = 1;
         r = i < t->n_dims ? take_u64(c, "a tensor entry", &t->dims[i]) : 0;
         if (r < 0)
@@ -249,7 +249,7 @@ static int parse_tensor(struct cursor *c, struct exd_gguf_raw_tensor *t)
         name.data = (const char *)c->buf + t->name_offset;
         if (t->dims[i] == 0 || __builtin_mul_overflow(elems, t->dims[i], &elems))
             return shm_error_set(c->err, EINVAL, "%s: tensor %.*s: dimension %u is %" PRIu64 ", %s",
-                                 c->part->path, EXD_STR(name), i, t->dims[i],
+                                 c->part->path, PRT_STR(name), i, t->dims[i],
                                  t->dims[i] ? "the number of elements overflows" : "must not be 0");
     }
     r = take_u32(c, "a tensor entry", &t->type);
@@ -259,36 +259,36 @@ static int parse_tensor(struct cursor *c, struct exd_gguf_raw_tensor *t)
     if (r < 0)
         return r;
     name.data = (const char *)c->buf + t->name_offset;
-    info = exd_gguf_type_info(t->type);
+    info = prt_gguf_type_info(t->type);
     if (!info)
         return shm_error_set(c->err, EINVAL, "%s: tensor %.*s has type number %" PRIu32 ", not known",
-                             c->part->path, EXD_STR(name), t->type);
+                             c->part->path, PRT_STR(name), t->type);
     if (t->dims[0] % info->block_elems)
         return shm_error_set(c->err, EINVAL,
                              "%s: tensor %.*s: rows of %" PRIu64
                              " elements do not divide into %s blocks of %" PRIu32,
-                             c->part->path, EXD_STR(name), t->dims[0], info->name, info->block_elems);
+                             c->part->path, PRT_STR(name), t->dims[0], info->name, info->block_elems);
     if (__builtin_mul_overflow(elems / info->block_elems, (uint64_t)info->block_bytes, &t->size_bytes))
         return shm_error_set(c->err, EINVAL, "%s: tensor %.*s: its size in bytes overflows", c->part->path,
-                             EXD_STR(name));
+                             PRT_STR(name));
     return 0;
 }
 
 static int cmp_kv(const void *a, const void *b, void *arg)
 {
-    return exd_str_cmp(exd_gguf_kv_key(arg, *(const uint32_t *)a),
-                       exd_gguf_kv_key(arg, *(const uint32_t *)b));
+    return prt_str_cmp(prt_gguf_kv_key(arg, *(const uint32_t *)a),
+                       prt_gguf_kv_key(arg, *(const uint32_t *)b));
 }
 
 static int cmp_offset(const void *a, const void *b, void *arg)
 {
-    const struct exd_gguf_raw_tensor *raw = arg;
+    const struct prt_gguf_raw_tensor *raw = arg;
     uint64_t x = raw[*(const uint32_t *)a].offset, y = raw[*(const uint32_t *)b].offset;
 
     return (x > y) - (x < y);
 }
 
-static int sort_keys(struct exd_gguf_part *part, struct shm_error *err)
+static int sort_keys(struct prt_gguf_part *part, struct shm_error *err)
 {
     part->kv_sorted = malloc((part->n_kv ? part->n_kv : 1) * sizeof(*part->kv_sorted));
     if (!part->kv_sorted)
@@ -298,18 +298,18 @@ static int sort_keys(struct exd_gguf_part *part, struct shm_error *err)
         part->kv_sorted[i] = i;
     qsort_r(part->kv_sorted, part->n_kv, sizeof(*part->kv_sorted), cmp_kv, part);
     for (uint32_t i = 1; i < part->n_kv; i++) {
-        struct exd_str k = exd_gguf_kv_key(part, part->kv_sorted[i]);
+        struct prt_str k = prt_gguf_kv_key(part, part->kv_sorted[i]);
 
-        if (exd_str_cmp(k, exd_gguf_kv_key(part, part->kv_sorted[i - 1])) == 0)
-            return shm_error_set(err, EINVAL, "%s: key %.*s appears twice", part->path, EXD_STR(k));
+        if (prt_str_cmp(k, prt_gguf_kv_key(part, part->kv_sorted[i - 1])) == 0)
+            return shm_error_set(err, EINVAL, "%s: key %.*s appears twice", part->path, PRT_STR(k));
     }
     return 0;
 }
 
-static int find_alignment(struct exd_gguf_part *part, struct shm_error *err)
+static int find_alignment(struct prt_gguf_part *part, struct shm_error *err)
 {
     uint64_t a = ALIGNMENT;
-    int r = exd_gguf_part_u64(part, "general.alignment", &a, err);
+    int r = prt_gguf_part_u64(part, "general.alignment", &a, err);
 
     if (r < 0 && r != -ENOENT)
         return r;
@@ -325,7 +325,7 @@ static int find_alignment(struct exd_gguf_part *part, struct shm_error *err)
 }
 
 /* Each tensor aligned, inside the file, not over another. */
-static int check_ranges(struct exd_gguf_part *part, struct shm_error *err)
+static int check_ranges(struct prt_gguf_part *part, struct shm_error *err)
 {
     uint64_t size = part->pub.size_bytes, base = part->pub.data_offset, end = 0;
     uint64_t room = size > base ? size - base : 0;
@@ -339,24 +339,25 @@ static int check_ranges(struct exd_gguf_part *part, struct shm_error *err)
         order[i] = i;
     qsort_r(order, part->n_raw, sizeof(*order), cmp_offset, part->raw);
     for (uint32_t i = 0; i < part->n_raw && r == 0; i++) {
-        const struct exd_gguf_raw_tensor *t = &part->raw[order[i]];
-        struct exd_str name = {(const char *)part->header + t->name_offset, t->name_len};
+        const struct prt_gguf_raw_tensor *t = &part->raw[order[i]];
+        struct prt_str name = {(const char *)part->header + t->name_offset, t->name_len};
 
         if (t->offset % part->pub.alignment) {
             r = shm_error_set(err, EINVAL,
                               "%s: tensor %.*s: data offset %" PRIu64 " is not aligned to %" PRIu32,
-                              part->path, EXD_STR(name), t->offset, part->pub.alignment);
+                              part->path, PRT_STR(name), t->offset, part->pub.alignment);
         } else if (t->offset > room || t->size_bytes > room - t->offset) {
             r = shm_error_set(err, EINVAL,
                               "%s: tensor %.*s: %" PRIu64 " bytes at data offset %" PRIu64
-                              ", but the file holds %" PRIu64 " bytes of data (incomplete download?)",
-                              part->path, EXD_STR(name), t->size_bytes, t->offset, room);
+                              ", but the file holds %" PRIu64
+                              " bytes of data (incomplete download?): get the whole file",
+                              part->path, PRT_STR(name), t->size_bytes, t->offset, room);
         } else if (t->offset < end) {
-            const struct exd_gguf_raw_tensor *o = &part->raw[order[i - 1]];
-            struct exd_str other = {(const char *)part->header + o->name_offset, o->name_len};
+            const struct prt_gguf_raw_tensor *o = &part->raw[order[i - 1]];
+            struct prt_str other = {(const char *)part->header + o->name_offset, o->name_len};
 
             r = shm_error_set(err, EINVAL, "%s: tensors %.*s and %.*s overlap at data offset %" PRIu64,
-                              part->path, EXD_STR(other), EXD_STR(name), t->offset);
+                              part->path, PRT_STR(other), PRT_STR(name), t->offset);
         } else {
             end = t->offset + t->size_bytes;
         }
@@ -393,20 +394,24 @@ static int parse_head(struct cursor *c, uint64_t *ret_tensors, uint64_t *ret_key
     r = take_u64(c, "the counts", ret_keys);
     if (r < 0)
         return r;
-    if (*ret_keys > EXD_GGUF_KEYS_MAX || *ret_keys > bytes_left(c) / KEY_BYTES_MIN)
-        return shm_error_set(c->err, EINVAL,
-                             "%s: claims %" PRIu64 " keys, more than fit in the file or than %u",
-                             c->part->path, *ret_keys, EXD_GGUF_KEYS_MAX);
-    if (*ret_tensors > EXD_GGUF_TENSORS_MAX || *ret_tensors > bytes_left(c) / TENSOR_BYTES_MIN)
-        return shm_error_set(c->err, EINVAL,
-                             "%s: claims %" PRIu64 " tensors, more than fit in the file or than %u",
-                             c->part->path, *ret_tensors, EXD_GGUF_TENSORS_MAX);
+    if (*ret_keys > PRT_GGUF_KEYS_MAX || *ret_keys > bytes_left(c) / KEY_BYTES_MIN)
+        return shm_error_set(
+            c->err, EINVAL,
+            "%s: claims %" PRIu64
+            " keys, more than fit in the file or than %u (incomplete download?): get the whole file",
+            c->part->path, *ret_keys, PRT_GGUF_KEYS_MAX);
+    if (*ret_tensors > PRT_GGUF_TENSORS_MAX || *ret_tensors > bytes_left(c) / TENSOR_BYTES_MIN)
+        return shm_error_set(
+            c->err, EINVAL,
+            "%s: claims %" PRIu64
+            " tensors, more than fit in the file or than %u (incomplete download?): get the whole file",
+            c->part->path, *ret_tensors, PRT_GGUF_TENSORS_MAX);
     return 0;
 }
 
 static int parse_all(struct cursor *c)
 {
-    struct exd_gguf_part *part = c->part;
+    struct prt_gguf_part *part = c->part;
     uint64_t n_tensors = 0, n_keys = 0;
     int r = parse_head(c, &n_tensors, &n_keys);
 
@@ -431,7 +436,7 @@ static int parse_all(struct cursor *c)
     return 0;
 }
 
-int exd_gguf_parse(struct exd_gguf_part *part, const uint8_t *memory, uint64_t budget, struct shm_error *err)
+int prt_gguf_parse(struct prt_gguf_part *part, const uint8_t *memory, uint64_t budget, struct shm_error *err)
 {
     struct cursor c = {
         .part = part, .memory = memory, .size = part->pub.size_bytes, .limit = budget, .err = err};

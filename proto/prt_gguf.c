@@ -10,8 +10,8 @@
 #include <unistd.h>
 #include <xxhash.h>
 
-#include "expertd/exd_gguf.h"
-#include "expertd/exd_gguf_priv.h"
+#include "proto/prt_gguf.h"
+#include "proto/prt_gguf_priv.h"
 
 #define SHARD_SUFFIX_BYTES 20 /* "-00001-of-00003.gguf" */
 
@@ -72,7 +72,7 @@ static bool has_writer(int fd)
     return errno == EAGAIN;
 }
 
-static int open_file(struct exd_gguf_part *part, struct shm_error *err)
+static int open_file(struct prt_gguf_part *part, struct shm_error *err)
 {
     struct stat st;
     int flags;
@@ -81,19 +81,19 @@ static int open_file(struct exd_gguf_part *part, struct shm_error *err)
      * io_uring takes it as "fail rather than wait" even for regular files. */
     part->pub.fd = open(part->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (part->pub.fd < 0)
-        return shm_error_set(err, errno, "%s: cannot open: %s%s", part->path, strerror(errno),
-                             shm_error_remedy(errno));
+        return shm_error_set(err, errno, "%s: cannot open: %s%s: name another with --model", part->path,
+                             strerror(errno), shm_error_remedy(errno));
     if (fstat(part->pub.fd, &st) < 0)
         return shm_error_set(err, errno, "%s: cannot stat: %s", part->path, strerror(errno));
     if (!S_ISREG(st.st_mode))
-        return shm_error_set(err, EINVAL, "%s: not a regular file", part->path);
+        return shm_error_set(err, EINVAL, "%s: not a regular file: name another with --model", part->path);
     flags = fcntl(part->pub.fd, F_GETFL);
     if (flags < 0 || fcntl(part->pub.fd, F_SETFL, flags & ~O_NONBLOCK) < 0)
         return shm_error_set(err, errno, "%s: cannot set flags: %s", part->path, strerror(errno));
     if (has_writer(part->pub.fd))
-        return shm_error_set(
-            err, ETXTBSY, "%s: is open for writing in another process: start expertd again when it is whole",
-            part->path);
+        return shm_error_set(err, ETXTBSY,
+                             "%s: is open for writing in another process: start again when it is whole",
+                             part->path);
     if (fstat(part->pub.fd, &st) < 0) /* once more: now no write is under way */
         return shm_error_set(err, errno, "%s: cannot stat: %s", part->path, strerror(errno));
     part->pub.size_bytes = (uint64_t)st.st_size;
@@ -102,11 +102,11 @@ static int open_file(struct exd_gguf_part *part, struct shm_error *err)
 }
 
 /* That shard i of the model says it is that. */
-static int check_split(const struct exd_gguf *g, uint32_t i, struct shm_error *err)
+static int check_split(const struct prt_gguf *g, uint32_t i, struct shm_error *err)
 {
-    const struct exd_gguf_part *part = &g->part[i];
+    const struct prt_gguf_part *part = &g->part[i];
     uint64_t count = 1, no = 0;
-    int r = exd_gguf_part_u64(part, "split.count", &count, err);
+    int r = prt_gguf_part_u64(part, "split.count", &count, err);
 
     if (r < 0 && (r != -ENOENT || g->n_parts > 1))
         return r == -ENOENT ? shm_error_set(err, EINVAL,
@@ -121,7 +121,7 @@ static int check_split(const struct exd_gguf *g, uint32_t i, struct shm_error *e
                              part->path, count, g->n_parts);
     if (g->n_parts == 1)
         return 0;
-    r = exd_gguf_part_u64(part, "split.no", &no, err);
+    r = prt_gguf_part_u64(part, "split.no", &no, err);
     if (r < 0)
         return r == -ENOENT ? shm_error_set(err, EINVAL, "%s: key split.no is missing", part->path) : r;
     if (no != i)
@@ -132,13 +132,13 @@ static int check_split(const struct exd_gguf *g, uint32_t i, struct shm_error *e
 
 static int cmp_tensor(const void *a, const void *b, void *arg)
 {
-    const struct exd_gguf_tensor *t = arg;
+    const struct prt_gguf_tensor *t = arg;
 
-    return exd_str_cmp(t[*(const uint32_t *)a].name, t[*(const uint32_t *)b].name);
+    return prt_str_cmp(t[*(const uint32_t *)a].name, t[*(const uint32_t *)b].name);
 }
 
 /* One table over all shards, in file order, with an index by name. */
-static int join_tensors(struct exd_gguf *g, struct shm_error *err)
+static int join_tensors(struct prt_gguf *g, struct shm_error *err)
 {
     uint64_t total = 0, claimed, n = 0;
     int r;
@@ -146,7 +146,7 @@ static int join_tensors(struct exd_gguf *g, struct shm_error *err)
     for (uint32_t i = 0; i < g->n_parts; i++)
         total += g->part[i].n_raw;
     for (uint32_t i = 0; i < g->n_parts && g->n_parts > 1; i++) {
-        r = exd_gguf_part_u64(&g->part[i], "split.tensors.count", &claimed, err);
+        r = prt_gguf_part_u64(&g->part[i], "split.tensors.count", &claimed, err);
         if (r == -ENOENT)
             continue;
         if (r < 0)
@@ -156,22 +156,22 @@ static int join_tensors(struct exd_gguf *g, struct shm_error *err)
                                  "%s: key split.tensors.count is %" PRIu64 ", but the shards hold %" PRIu64,
                                  g->part[i].path, claimed, total);
     }
-    if (total > EXD_GGUF_TENSORS_MAX)
+    if (total > PRT_GGUF_TENSORS_MAX)
         return shm_error_set(err, EINVAL, "%s: %" PRIu64 " tensors, at most %u are supported",
-                             g->part[0].path, total, EXD_GGUF_TENSORS_MAX);
+                             g->part[0].path, total, PRT_GGUF_TENSORS_MAX);
     g->tensor = calloc(total ? total : 1, sizeof(*g->tensor));
     g->tensor_sorted = calloc(total ? total : 1, sizeof(*g->tensor_sorted));
     if (!g->tensor || !g->tensor_sorted)
         return shm_error_set(err, ENOMEM, "%s: no memory for %" PRIu64 " tensors; free some", g->part[0].path,
                              total);
     for (uint32_t i = 0; i < g->n_parts; i++) {
-        struct exd_gguf_part *part = &g->part[i];
+        struct prt_gguf_part *part = &g->part[i];
 
         for (uint32_t k = 0; k < part->n_raw; k++, n++) {
-            const struct exd_gguf_raw_tensor *raw = &part->raw[k];
-            struct exd_gguf_tensor *t = &g->tensor[n];
+            const struct prt_gguf_raw_tensor *raw = &part->raw[k];
+            struct prt_gguf_tensor *t = &g->tensor[n];
 
-            t->name = (struct exd_str){(const char *)part->header + raw->name_offset, raw->name_len};
+            t->name = (struct prt_str){(const char *)part->header + raw->name_offset, raw->name_len};
             t->type = raw->type;
             t->n_dims = raw->n_dims;
             memcpy(t->dims, raw->dims, sizeof(t->dims));
@@ -186,18 +186,18 @@ static int join_tensors(struct exd_gguf *g, struct shm_error *err)
     g->n_tensors = (uint32_t)n;
     qsort_r(g->tensor_sorted, n, sizeof(*g->tensor_sorted), cmp_tensor, g->tensor);
     for (uint32_t i = 1; i < g->n_tensors; i++) {
-        const struct exd_gguf_tensor *t = &g->tensor[g->tensor_sorted[i]];
+        const struct prt_gguf_tensor *t = &g->tensor[g->tensor_sorted[i]];
 
-        if (exd_str_cmp(t->name, g->tensor[g->tensor_sorted[i - 1]].name) == 0)
+        if (prt_str_cmp(t->name, g->tensor[g->tensor_sorted[i - 1]].name) == 0)
             return shm_error_set(err, EINVAL, "%s: tensor %.*s appears twice", g->part[t->shard].path,
-                                 EXD_STR(t->name));
+                                 PRT_STR(t->name));
     }
     return 0;
 }
 
-static struct exd_gguf *allocate(uint32_t n_parts)
+static struct prt_gguf *allocate(uint32_t n_parts)
 {
-    struct exd_gguf *g = calloc(1, sizeof(*g));
+    struct prt_gguf *g = calloc(1, sizeof(*g));
 
     if (!g)
         return NULL;
@@ -213,16 +213,16 @@ static struct exd_gguf *allocate(uint32_t n_parts)
 }
 
 /* Parses the n shards whose path, size and source are set. */
-static int read_all(struct exd_gguf *g, const struct exd_gguf_memory *src, struct shm_error *err)
+static int read_all(struct prt_gguf *g, const struct prt_gguf_memory *src, struct shm_error *err)
 {
-    uint64_t budget = EXD_GGUF_HEADER_BYTES_MAX;
+    uint64_t budget = PRT_GGUF_HEADER_BYTES_MAX;
     int r;
 
     for (uint32_t i = 0; i < g->n_parts; i++) {
-        struct exd_gguf_part *part = &g->part[i];
+        struct prt_gguf_part *part = &g->part[i];
 
         part->pub.path = part->path;
-        r = exd_gguf_parse(part, src ? src[i].data : NULL, budget, err);
+        r = prt_gguf_parse(part, src ? src[i].data : NULL, budget, err);
         if (r < 0)
             return r;
         budget -= part->pub.header_bytes;
@@ -233,21 +233,21 @@ static int read_all(struct exd_gguf *g, const struct exd_gguf_memory *src, struc
     return join_tensors(g, err);
 }
 
-int exd_gguf_open(const char *path, struct exd_gguf **ret_gguf, struct shm_error *err)
+int prt_gguf_open(const char *path, struct prt_gguf **ret_gguf, struct shm_error *err)
 {
     uint32_t number = 0, count = 1;
     bool split = shard_name(path, &number, &count) && count > 1;
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     int r;
 
-    if (split && count > EXD_GGUF_SHARDS_MAX)
+    if (split && count > PRT_GGUF_SHARDS_MAX)
         return shm_error_set(err, EINVAL, "%s: %" PRIu32 " shards, at most %u are supported", path, count,
-                             EXD_GGUF_SHARDS_MAX);
+                             PRT_GGUF_SHARDS_MAX);
     g = allocate(split ? count : 1);
     if (!g)
         return shm_error_set(err, ENOMEM, "%s: no memory to open it; free some", path);
     for (uint32_t i = 0; i < g->n_parts; i++) {
-        struct exd_gguf_part *part = &g->part[i];
+        struct prt_gguf_part *part = &g->part[i];
 
         part->path = split ? shard_path(path, i + 1, count) : strdup(path);
         if (!part->path) {
@@ -269,18 +269,18 @@ int exd_gguf_open(const char *path, struct exd_gguf **ret_gguf, struct shm_error
     *ret_gguf = g;
     return 0;
 fail:
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     return r;
 }
 
-int exd_gguf_open_memory(const struct exd_gguf_memory *src, size_t n, struct exd_gguf **ret_gguf,
+int prt_gguf_open_memory(const struct prt_gguf_memory *src, size_t n, struct prt_gguf **ret_gguf,
                          struct shm_error *err)
 {
-    struct exd_gguf *g;
+    struct prt_gguf *g;
     int r;
 
-    if (n < 1 || n > EXD_GGUF_SHARDS_MAX)
-        return shm_error_set(err, EINVAL, "%zu shards given, supported are 1 to %u", n, EXD_GGUF_SHARDS_MAX);
+    if (n < 1 || n > PRT_GGUF_SHARDS_MAX)
+        return shm_error_set(err, EINVAL, "%zu shards given, supported are 1 to %u", n, PRT_GGUF_SHARDS_MAX);
     g = allocate((uint32_t)n);
     if (!g)
         return shm_error_set(err, ENOMEM, "%s: no memory to open it; free some", src[0].name);
@@ -298,19 +298,19 @@ int exd_gguf_open_memory(const struct exd_gguf_memory *src, size_t n, struct exd
     *ret_gguf = g;
     return 0;
 fail:
-    exd_gguf_close(&g);
+    prt_gguf_close(&g);
     return r;
 }
 
-void exd_gguf_close(struct exd_gguf **gguf)
+void prt_gguf_close(struct prt_gguf **gguf)
 {
-    struct exd_gguf *g = *gguf;
+    struct prt_gguf *g = *gguf;
 
     *gguf = NULL;
     if (!g)
         return;
     for (uint32_t i = 0; i < g->n_parts; i++) {
-        struct exd_gguf_part *part = &g->part[i];
+        struct prt_gguf_part *part = &g->part[i];
 
         if (part->pub.fd >= 0)
             close(part->pub.fd);
@@ -326,28 +326,28 @@ void exd_gguf_close(struct exd_gguf **gguf)
     free(g);
 }
 
-uint32_t exd_gguf_shard_count(const struct exd_gguf *gguf)
+uint32_t prt_gguf_shard_count(const struct prt_gguf *gguf)
 {
     return gguf->n_parts;
 }
 
-const struct exd_gguf_shard *exd_gguf_shard(const struct exd_gguf *gguf, uint32_t index)
+const struct prt_gguf_shard *prt_gguf_shard(const struct prt_gguf *gguf, uint32_t index)
 {
     return index < gguf->n_parts ? &gguf->part[index].pub : NULL;
 }
 
-const char *exd_gguf_path(const struct exd_gguf *gguf)
+const char *prt_gguf_path(const struct prt_gguf *gguf)
 {
     return gguf->part[0].path;
 }
 
-void exd_gguf_fingerprint(const struct exd_gguf *gguf, uint8_t ret_hash[16])
+void prt_gguf_fingerprint(const struct prt_gguf *gguf, uint8_t ret_hash[16])
 {
     XXH128_canonical_t canon = {{0}};
 
     /* A chain: each link covers the hash so far and one shard. */
     for (uint32_t i = 0; i < gguf->n_parts; i++) {
-        const struct exd_gguf_shard *s = &gguf->part[i].pub;
+        const struct prt_gguf_shard *s = &gguf->part[i].pub;
         uint64_t size = htole64(s->size_bytes), mtime = htole64((uint64_t)s->mtime_ns);
         uint8_t link[48];
 
@@ -361,10 +361,10 @@ void exd_gguf_fingerprint(const struct exd_gguf *gguf, uint8_t ret_hash[16])
     memcpy(ret_hash, canon.digest, 16);
 }
 
-int exd_gguf_unchanged(const struct exd_gguf *gguf, struct shm_error *err)
+int prt_gguf_unchanged(const struct prt_gguf *gguf, struct shm_error *err)
 {
     for (uint32_t i = 0; i < gguf->n_parts; i++) {
-        const struct exd_gguf_shard *s = &gguf->part[i].pub;
+        const struct prt_gguf_shard *s = &gguf->part[i].pub;
         struct stat st;
 
         if (s->fd < 0) /* a memory source */
@@ -381,25 +381,25 @@ int exd_gguf_unchanged(const struct exd_gguf *gguf, struct shm_error *err)
     return 0;
 }
 
-uint32_t exd_gguf_tensor_count(const struct exd_gguf *gguf)
+uint32_t prt_gguf_tensor_count(const struct prt_gguf *gguf)
 {
     return gguf->n_tensors;
 }
 
-const struct exd_gguf_tensor *exd_gguf_tensor(const struct exd_gguf *gguf, uint32_t index)
+const struct prt_gguf_tensor *prt_gguf_tensor(const struct prt_gguf *gguf, uint32_t index)
 {
     return index < gguf->n_tensors ? &gguf->tensor[index] : NULL;
 }
 
-const struct exd_gguf_tensor *exd_gguf_find_tensor(const struct exd_gguf *gguf, const char *name)
+const struct prt_gguf_tensor *prt_gguf_find_tensor(const struct prt_gguf *gguf, const char *name)
 {
-    struct exd_str want = {name, strlen(name)};
+    struct prt_str want = {name, strlen(name)};
     uint32_t lo = 0, hi = gguf->n_tensors;
 
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
-        const struct exd_gguf_tensor *t = &gguf->tensor[gguf->tensor_sorted[mid]];
-        int c = exd_str_cmp(want, t->name);
+        const struct prt_gguf_tensor *t = &gguf->tensor[gguf->tensor_sorted[mid]];
+        int c = prt_str_cmp(want, t->name);
 
         if (c == 0)
             return t;
@@ -411,17 +411,17 @@ const struct exd_gguf_tensor *exd_gguf_find_tensor(const struct exd_gguf *gguf, 
     return NULL;
 }
 
-uint32_t exd_gguf_key_count(const struct exd_gguf *gguf)
+uint32_t prt_gguf_key_count(const struct prt_gguf *gguf)
 {
     return gguf->part[0].n_kv;
 }
 
-struct exd_str exd_gguf_key(const struct exd_gguf *gguf, uint32_t index)
+struct prt_str prt_gguf_key(const struct prt_gguf *gguf, uint32_t index)
 {
-    return index < gguf->part[0].n_kv ? exd_gguf_kv_key(&gguf->part[0], index) : (struct exd_str){"", 0};
+    return index < gguf->part[0].n_kv ? prt_gguf_kv_key(&gguf->part[0], index) : (struct prt_str){"", 0};
 }
 
-bool exd_gguf_has(const struct exd_gguf *gguf, const char *key)
+bool prt_gguf_has(const struct prt_gguf *gguf, const char *key)
 {
-    return exd_gguf_part_find(&gguf->part[0], key) != NULL;
+    return prt_gguf_part_find(&gguf->part[0], key) != NULL;
 }
