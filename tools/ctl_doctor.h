@@ -91,8 +91,8 @@ void doctor_check_disk(struct doctor *d);
 /* The arena's folder and its file system, as expertd would choose it. False: it can't be looked at. */
 bool doctor_arena_place(const struct doctor *d, char dir[PRT_PATH_BYTES + 512], struct statfs *ret_fs);
 
-/* ctl_doctor_gguf.c: reads the header of a model file (any shard) and the sizes of its other shards. Every
- * byte is checked against the file's size. 0, or a negative errno with one line. */
+/* What a model file (of a split one: any shard) needs, by its header. Of every shard it is checked that all
+ * is there. 0, or a negative errno with one line. */
 int doctor_read_model(const char *path, struct doctor_model *ret_model, struct shm_error *err);
 
 /* io_uring_setup of the real kernel. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Doctor: what a model needs, and whether memory, file system and disk give it. */
 #include "proto/prt_claim.h"
+#include "proto/prt_gguf.h"
 #include "proto/prt_memory.h"
 #include "shm/shm_bell.h"
 #include "tools/ctl_doctor.h"
@@ -16,10 +17,55 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
+#define ARENA_PAGE   (2u << 20)
 #define SHM_SMALL    (UINT64_C(1) << 30) /* containers get 64 MiB */
 #define SAMPLE_NS    UINT64_C(500000000)
 #define SAMPLE_PIECE (1u << 20)
 #define SAMPLE_READS 4 /* at a time */
+
+/* A number of the model's architecture; 0 where the file has none. */
+static uint64_t number(const struct prt_gguf *g, struct prt_str arch, const char *what)
+{
+    char key[256];
+    uint32_t value = 0;
+    snprintf(key, sizeof key, "%.*s.%s", PRT_STR(arch), what);
+    prt_gguf_u32(g, key, &value, NULL);
+    return value;
+}
+
+/* What a token's keys and values take, two bytes each; 0 where the file doesn't say. */
+static uint64_t token_bytes(const struct prt_gguf *g, struct prt_str arch)
+{
+    uint64_t heads = number(g, arch, "attention.head_count"), hidden = number(g, arch, "embedding_length");
+    uint64_t kv_heads = number(g, arch, "attention.head_count_kv"), dim = heads ? hidden / heads : 0;
+    uint64_t key = number(g, arch, "attention.key_length"), value = number(g, arch, "attention.value_length");
+    uint64_t both = (key ? key : dim) + (value ? value : dim), n;
+    if (__builtin_mul_overflow(number(g, arch, "block_count") * (kv_heads ? kv_heads : heads), both, &n) ||
+        __builtin_mul_overflow(n, 2, &n))
+        return 0;
+    return n;
+}
+
+int doctor_read_model(const char *path, struct doctor_model *ret_model, struct shm_error *err)
+{
+    struct prt_gguf *g;
+    struct prt_str arch;
+    int rc = prt_gguf_open(path, &g, err);
+    if (rc)
+        return rc;
+    struct doctor_model m = {.shards = prt_gguf_shard_count(g)};
+    for (uint32_t i = 0; i < m.shards; i++)
+        m.file_bytes += prt_gguf_shard(g, i)->size_bytes;
+    if (prt_gguf_str(g, "general.architecture", &arch, NULL) == 0) {
+        m.context = number(g, arch, "context_length");
+        m.kv_token_bytes = token_bytes(g, arch);
+    }
+    prt_gguf_close(&g);
+    /* Everything of the file goes in; places are rounded up a little. */
+    m.arena_bytes = (m.file_bytes / ARENA_PAGE + 2) * ARENA_PAGE;
+    *ret_model = m;
+    return 0;
+}
 
 void doctor_check_model(struct doctor *d)
 {

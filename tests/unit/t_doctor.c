@@ -347,12 +347,12 @@ Test(doctor, link)
     cr_assert(strstr(d.finding[d.findings - 2].text, "measured 50.00 GB/s"));
 }
 
-/* A sparse model of that size. */
-static void put_model(const char *name, uint64_t bytes)
+/* A model, or a shard of one, as a sparse file of that size. */
+static void put_shard(const char *name, uint64_t bytes, const struct gb_model *model)
 {
     struct gb b;
     gb_init(&b);
-    gb_model(&b, &(struct gb_model){.layers = 4});
+    gb_model(&b, model);
     struct gb_bytes file = gb_finish(&b);
     FILE *f = fopen(path_of(name), "we");
     cr_assert_not_null(f);
@@ -361,6 +361,11 @@ static void put_model(const char *name, uint64_t bytes)
     cr_assert_eq(truncate(path_of(name), (off_t)bytes), 0);
     free(file.data);
     gb_free(&b);
+}
+
+static void put_model(const char *name, uint64_t bytes)
+{
+    put_shard(name, bytes, &(struct gb_model){.layers = 4});
 }
 
 Test(doctor, a_models_needs)
@@ -400,9 +405,9 @@ Test(doctor, a_models_needs)
     put("/proc/meminfo", "MemAvailable: 8589934592 kB\n");
     EXPECT(DOCTOR_PROBLEM, "space", "4.0 TiB", "remount", "--arena-dir");
     cr_assert_eq(truncate(model, 100), 0);
-    EXPECT(DOCTOR_PROBLEM, "model", "header ends");
+    EXPECT(DOCTOR_PROBLEM, "model", "more than fit in the file", "get the whole file");
     unlink(model);
-    EXPECT(DOCTOR_PROBLEM, "model", "No such file");
+    EXPECT(DOCTOR_PROBLEM, "model", "No such file", "--model");
 }
 
 Test(doctor, an_arena_that_is_there_takes_nothing)
@@ -426,13 +431,19 @@ Test(doctor, shards)
 {
     struct doctor_model m;
     struct shm_error err = {0};
-    put_model("/m-00001-of-00002.gguf", 10 * MIB);
-    put_model("/m-00002-of-00002.gguf", 6 * MIB);
+    put_shard("/m-00001-of-00002.gguf", 10 * MIB, &(struct gb_model){.layers = 4, .shard = 0, .shards = 2});
+    put_shard("/m-00002-of-00002.gguf", 6 * MIB, &(struct gb_model){.layers = 4, .shard = 1, .shards = 2});
     char path[1024];
     snprintf(path, sizeof path, "%s", path_of("/m-00002-of-00002.gguf"));
     cr_assert_eq(doctor_read_model(path, &m, &err), 0, "%s", err.text);
     cr_assert_eq(m.shards, 2);
     cr_assert_eq(m.file_bytes, 16 * MIB);
+    cr_assert_eq(m.kv_token_bytes, 512);
+    cr_assert_eq(truncate(path, 2000), 0); /* of the other one all is there */
+    snprintf(path, sizeof path, "%s", path_of("/m-00001-of-00002.gguf"));
+    cr_assert_eq(doctor_read_model(path, &m, &err), -EINVAL);
+    cr_assert(strstr(err.text, "m-00002-of-00002.gguf: ") && strstr(err.text, "get the whole file"), "%s",
+              err.text);
     unlink(path_of("/m-00001-of-00002.gguf"));
     cr_assert_eq(doctor_read_model(path, &m, &err), -ENOENT);
     cr_assert_eq(doctor_read_model(root, &m, &err), -EINVAL);
