@@ -22,8 +22,12 @@ extern _Atomic bool inf_cancel;
 extern _Atomic bool inf_terminate;
 void inf_cancel_install(void);
 
-/* --model, then the engine. Prints the line on errors. */
-int inf_cmd_open(struct inf_options *options, struct inf_engine **ret_engine);
+/* What --model says: options name the instance then. Nothing is started where the device is wrong. */
+int inf_cmd_launch(struct inf_options *options, struct shm_error *err);
+
+/* --model, then the engine. The prompt (NULL: not wanted), as by inf_cmd_prompt(), is read before, for what
+ * is wrong with it must start no expertd. Prints the line on errors and returns the exit status. */
+int inf_cmd_open(struct inf_options *options, struct inf_engine **ret_engine, struct inf_ids *ret_prompt);
 
 /* "inferd: line" on stderr; the exit status for rc. */
 int inf_cmd_fail(int rc, const struct shm_error *err);

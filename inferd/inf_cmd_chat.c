@@ -161,7 +161,7 @@ int inf_cmd_chat(int argc, char **argv)
     inf_cancel_install();
     if (c.o.url)
         return inf_cmd_remote(&c.o);
-    int status = inf_cmd_open(&c.o, &c.engine);
+    int status = inf_cmd_open(&c.o, &c.engine, NULL);
     if (status)
         return status;
     int rc = inf_chat_create(c.engine->tokenizer, c.engine->chat_template, c.engine->chat_template_bytes,

@@ -27,17 +27,6 @@ static void parse(int argc, char **argv, struct inf_options *ret_options)
     ret_options->json = true;
 }
 
-static int read_one(const struct inf_options *o, struct inf_engine *e, struct inf_conversation *c, FILE *f,
-                    struct shm_error *err)
-{
-    struct inf_ids ids = {0};
-    int rc = inf_cmd_prompt(o, e, err, &ids);
-    if (!rc)
-        rc = inf_logits_print(o, e, c, &ids, f, err);
-    inf_ids_clear(&ids);
-    return rc;
-}
-
 static bool equal(const char *a, const char *b)
 {
     return a == b || (a && b && strcmp(a, b) == 0);
@@ -95,12 +84,15 @@ static int read_line(const struct inf_options *base, int argc, char **argv, char
         return rc;
     if (!o.keep)
         inf_conversation_truncate(c, 0);
+    struct inf_ids ids = {0};
     char *text = NULL;
     size_t bytes = 0;
     FILE *f = open_memstream(&text, &bytes);
     if (!f)
         return -ENOMEM;
-    rc = read_one(&o, e, c, f, err);
+    if (!(rc = inf_cmd_prompt(&o, e, err, &ids)))
+        rc = inf_logits_print(&o, e, c, &ids, f, err);
+    inf_ids_clear(&ids);
     fclose(f);
     if (!rc && (fwrite(text, 1, bytes, stdout) != bytes || fflush(stdout)))
         rc = shm_error_set(err, EPIPE, "standard output cannot be written");
@@ -108,12 +100,9 @@ static int read_line(const struct inf_options *base, int argc, char **argv, char
     return rc;
 }
 
-static int read_all(const struct inf_options *base, int argc, char **argv, struct inf_engine *e,
+static int read_all(const struct inf_options *base, FILE *f, int argc, char **argv, struct inf_engine *e,
                     struct inf_conversation *c, struct shm_error *err)
 {
-    FILE *f = strcmp(base->reads, "-") == 0 ? stdin : fopen(base->reads, "re");
-    if (!f)
-        return shm_error_set(err, errno, "--reads: %s cannot be opened: %s", base->reads, strerror(errno));
     char *line = NULL;
     size_t cap = 0;
     int rc = 0;
@@ -125,8 +114,6 @@ static int read_all(const struct inf_options *base, int argc, char **argv, struc
         *err = one;
     }
     free(line);
-    if (f != stdin)
-        fclose(f);
     return rc == -EPIPE || rc == -ECANCELED ? rc : 0;
 }
 
@@ -135,18 +122,27 @@ int inf_cmd_logits(int argc, char **argv)
     struct inf_options o;
     struct inf_engine *engine = NULL;
     struct inf_conversation *conversation = NULL;
+    struct inf_ids ids = {0};
     struct shm_error err = {0};
     parse(argc, argv, &o);
     inf_cancel_install();
-    int status = inf_cmd_open(&o, &engine);
+    FILE *reads = !o.reads ? NULL : strcmp(o.reads, "-") == 0 ? stdin : fopen(o.reads, "re");
+    if (o.reads && !reads)
+        return inf_cmd_fail(
+            shm_error_set(&err, errno, "--reads: %s cannot be opened: %s", o.reads, strerror(errno)), &err);
+    int status = inf_cmd_open(&o, &engine, reads ? NULL : &ids);
     if (status)
-        return status;
+        goto out;
     int rc = inf_conversation_create(engine, &err, &conversation);
     if (!rc)
-        rc = o.reads ? read_all(&o, argc, argv, engine, conversation, &err)
-                     : read_one(&o, engine, conversation, stdout, &err);
+        rc = reads ? read_all(&o, reads, argc, argv, engine, conversation, &err)
+                   : inf_logits_print(&o, engine, conversation, &ids, stdout, &err);
     status = rc ? inf_cmd_fail(rc, &err) : 0;
+out:
     inf_conversation_destroy(&conversation);
     inf_engine_close(&engine);
+    inf_ids_clear(&ids);
+    if (reads && reads != stdin)
+        fclose(reads);
     return status;
 }

@@ -299,9 +299,8 @@ static int open_measure(const struct inf_options *o, struct measure *m, struct s
     m->hash = XXH3_createState();
     if (!m->logits || !m->hash)
         return -ENOMEM;
-    int rc = inf_cmd_prompt(o, m->engine, err, &m->ids);
-    if (rc || (rc = inf_sampler_create(&greedy, e->model->hparams.vocab, err, &m->sampler)) ||
-        (rc = inf_conversation_create(e, err, &m->conversation)))
+    int rc = inf_sampler_create(&greedy, e->model->hparams.vocab, err, &m->sampler);
+    if (rc || (rc = inf_conversation_create(e, err, &m->conversation)))
         return rc;
     return inf_conversation_mark(m->conversation, &m->start);
 }
@@ -332,7 +331,7 @@ int inf_cmd_measure(int argc, char **argv)
         &o);
     o.json = true; /* the introduction tells the device */
     inf_cancel_install();
-    int status = inf_cmd_open(&o, &m.engine);
+    int status = inf_cmd_open(&o, &m.engine, &m.ids);
     if (status)
         return status;
     int rc = open_measure(&o, &m, &err);

@@ -18,12 +18,11 @@ int inf_cmd_run(int argc, char **argv)
     inf_options_parse(argc, argv, INF_GROUP_ENGINE | INF_GROUP_PROMPT | INF_GROUP_SAMPLING | INF_GROUP_REPORT,
                       "Reads a prompt and writes an answer.", &o);
     inf_cancel_install();
-    int status = inf_cmd_open(&o, &engine);
+    int status = inf_cmd_open(&o, &engine, &ids);
     if (status)
         return status;
-    int rc = inf_cmd_prompt(&o, engine, &err, &ids);
-    if (rc || (rc = inf_talk_open(engine, &o, &err, &talk)) ||
-        (rc = inf_turn_run(&talk, ids.ids, ids.n, &turn, &err))) {
+    int rc = inf_talk_open(engine, &o, &err, &talk);
+    if (rc || (rc = inf_turn_run(&talk, ids.ids, ids.n, &turn, &err))) {
         status = inf_cmd_fail(rc, &err);
         goto out;
     }

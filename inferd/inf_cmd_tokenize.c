@@ -15,19 +15,15 @@ int inf_cmd_tokenize(int argc, char **argv)
                       "Prints the token ids of a prompt as a JSON array.", &o);
     o.quiet = true;
     inf_cancel_install();
-    int status = inf_cmd_open(&o, &engine);
+    int status = inf_cmd_open(&o, &engine, &ids);
     if (status)
         return status;
-    int rc = inf_cmd_prompt(&o, engine, &err, &ids);
-    if (!rc) {
-        putchar('[');
-        for (size_t i = 0; i < ids.n; i++)
-            printf("%s%d", i ? "," : "", ids.ids[i]);
-        fputs("]\n", stdout);
-        if (fflush(stdout) || ferror(stdout))
-            rc = shm_error_set(&err, EIO, "standard output cannot be written");
-    }
-    status = rc ? inf_cmd_fail(rc, &err) : 0;
+    putchar('[');
+    for (size_t i = 0; i < ids.n; i++)
+        printf("%s%d", i ? "," : "", ids.ids[i]);
+    fputs("]\n", stdout);
+    if (fflush(stdout) || ferror(stdout))
+        status = inf_cmd_fail(shm_error_set(&err, EIO, "standard output cannot be written"), &err);
     inf_ids_clear(&ids);
     inf_engine_close(&engine);
     return status;

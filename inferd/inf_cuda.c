@@ -400,6 +400,11 @@ void inf_device_cuda_prepare(void)
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 }
 
+int inf_device_cuda_check(int ordinal, struct shm_error *err)
+{
+    return krn_cuda_device_check(ordinal < 0 ? 0 : ordinal, err);
+}
+
 int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device)
 {
     struct inf_cuda *c = calloc(1, sizeof *c);

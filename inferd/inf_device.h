@@ -174,6 +174,9 @@ int inf_device_host_open(uint32_t threads, struct shm_error *err, struct inf_dev
 /* Sets what the driver takes from the environment; before any other thread runs. */
 void inf_device_cuda_prepare(void);
 
+/* Whether there are a driver and that GPU (as below), without the cost of opening it. */
+int inf_device_cuda_check(int ordinal, struct shm_error *err);
+
 /* GPU `ordinal`; -1: the first. -ENOENT no driver, -ENODEV no such GPU, -ENOTSUP a capability is missing
  * (named), others with one line. poison: fill each slot with 0xFF before its release. */
 int inf_device_cuda_open(int ordinal, bool poison, struct shm_error *err, struct inf_device **ret_device);

@@ -155,6 +155,22 @@ static int open_on(struct inf_engine *e, const struct inf_engine_config *config,
     return 0;
 }
 
+static int cuda_failed(int rc, struct shm_error *err)
+{
+    struct shm_error why = *err;
+    return shm_error_set(err, -rc, "--device cuda: %.420s; --device host computes on the CPU",
+                         shm_error_text(&why));
+}
+
+int inf_engine_check(const struct inf_engine_config *config, struct shm_error *err)
+{
+    if (config->device != INF_DEVICE_CUDA)
+        return 0;
+    inf_device_cuda_prepare();
+    int rc = inf_device_cuda_check(config->gpu, err);
+    return rc ? cuda_failed(rc, err) : 0;
+}
+
 int inf_engine_open(const struct inf_engine_config *config, struct shm_error *err,
                     struct inf_engine **ret_engine)
 {
@@ -178,11 +194,8 @@ int inf_engine_open(const struct inf_engine_config *config, struct shm_error *er
         }
     } else {
         rc = open_on(e, config, config->device == INF_DEVICE_HOST, err);
-        if (rc && config->device == INF_DEVICE_CUDA && !e->device) {
-            struct shm_error why = *err;
-            shm_error_set(err, -rc, "--device cuda: %.420s; --device host computes on the CPU",
-                          shm_error_text(&why));
-        }
+        if (rc && config->device == INF_DEVICE_CUDA && !e->device)
+            cuda_failed(rc, err);
     }
     if (rc)
         goto fail;

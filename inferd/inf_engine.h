@@ -51,6 +51,9 @@ struct inf_engine {
     struct inf_phases phases; /* of the first one */
 };
 
+/* What can be told before there is an expertd: whether the driver shows the GPU that --device cuda names. */
+int inf_engine_check(const struct inf_engine_config *config, struct shm_error *err);
+
 int inf_engine_open(const struct inf_engine_config *config, struct shm_error *err,
                     struct inf_engine **ret_engine);
 void inf_engine_close(struct inf_engine **engine);

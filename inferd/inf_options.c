@@ -357,9 +357,23 @@ struct parse {
     struct inf_options *o;
 };
 
+/* What only all options together, or other parts of inferd, can tell to be wrong. */
+static void check(struct argp_state *state, const struct inf_options *o)
+{
+    struct shm_error err = {0};
+    const struct inf_template *template;
+    if (!inf_sampler_check(&o->sampler, &err) && o->chat_template)
+        inf_template_find(NULL, 0, o->chat_template, &err, &template);
+    complain(state, &err);
+}
+
 static error_t parse(int key, char *arg, struct argp_state *state)
 {
     struct parse *p = state->input;
+    if (key == ARGP_KEY_END) {
+        check(state, p->o);
+        return 0;
+    }
     if (key == ARGP_KEY_ARG) {
         if (!(p->groups & INF_GROUP_PROMPT) || strcmp(arg, "-") != 0)
             argp_error(state, "'%s' is not an option; a prompt is given by --prompt, --prompt-file or -",

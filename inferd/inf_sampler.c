@@ -71,7 +71,7 @@ static void random_seed(uint64_t s[4], uint64_t seed)
     }
 }
 
-static int check_params(const struct inf_sampler_params *p, uint32_t n_vocab, struct shm_error *err)
+int inf_sampler_check(const struct inf_sampler_params *p, struct shm_error *err)
 {
     /* Comparisons written so that NaN fails them. */
     if (!(p->temperature >= 0 && p->temperature <= 100))
@@ -95,18 +95,18 @@ static int check_params(const struct inf_sampler_params *p, uint32_t n_vocab, st
     if (p->repeat_last_n > INF_SAMPLER_WINDOW_MAX)
         return shm_error_set(err, EINVAL, "sampler: repeat window of %u ids; use at most %u",
                              p->repeat_last_n, INF_SAMPLER_WINDOW_MAX);
-    if (!n_vocab || n_vocab > INT32_MAX)
-        return shm_error_set(err, EINVAL, "sampler: vocabulary of %u tokens; use a model with a vocabulary",
-                             n_vocab);
     return 0;
 }
 
 int inf_sampler_create(const struct inf_sampler_params *params, uint32_t n_vocab, struct shm_error *err,
                        struct inf_sampler **ret_sampler)
 {
-    int rc = check_params(params, n_vocab, err);
+    int rc = inf_sampler_check(params, err);
     if (rc)
         return rc;
+    if (!n_vocab || n_vocab > INT32_MAX)
+        return shm_error_set(err, EINVAL, "sampler: vocabulary of %u tokens; use a model with a vocabulary",
+                             n_vocab);
     struct inf_sampler *s = calloc(1, sizeof *s);
     if (s) {
         s->params = *params;

@@ -46,6 +46,9 @@ void inf_sampler_params_default(struct inf_sampler_params *params);
 
 struct inf_sampler;
 
+/* -EINVAL: a value out of range, as below. */
+int inf_sampler_check(const struct inf_sampler_params *params, struct shm_error *err);
+
 /* -EINVAL: a value out of range (the line names option, value and range);
  * -ENOMEM. n_vocab: values in each row of logits. */
 int inf_sampler_create(const struct inf_sampler_params *params, uint32_t n_vocab, struct shm_error *err,

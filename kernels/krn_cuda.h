@@ -75,6 +75,9 @@ struct krn_cuda_device {
 
 int krn_cuda_count(void); /* devices visible; 0 when not loaded */
 
+/* Whether there are a driver and that device, before it costs a context. Errors as krn_cuda_device_open(). */
+int krn_cuda_device_check(int ordinal, struct shm_error *err);
+
 /* Retains the primary context (0.6 to 1.2 s) and tries what the product needs. Capabilities that are
  * missing are not errors here. -ENODEV no such device. The caller closes. */
 int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struct shm_error *err);

@@ -146,7 +146,7 @@ static int attribute(const struct krn_cuda_device *d, int number)
     return value;
 }
 
-int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struct shm_error *err)
+int krn_cuda_device_check(int ordinal, struct shm_error *err)
 {
     int rc = krn_cuda_load(err);
     if (rc < 0)
@@ -154,6 +154,14 @@ int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struc
     int count = krn_cuda_count();
     if (ordinal < 0 || ordinal >= count)
         return shm_error_set(err, ENODEV, "there is no CUDA device %d: the driver shows %d", ordinal, count);
+    return 0;
+}
+
+int krn_cuda_device_open(int ordinal, struct krn_cuda_device **ret_device, struct shm_error *err)
+{
+    int rc = krn_cuda_device_check(ordinal, err);
+    if (rc < 0)
+        return rc;
     struct krn_cuda_device *d = calloc(1, sizeof(*d));
     if (!d)
         return shm_error_set(err, ENOMEM, "CUDA device %d: no memory; free some", ordinal);

@@ -2,7 +2,6 @@
 #include "inferd/serve/srv_engine.h"
 
 #include "inferd/inf_cmd.h"
-#include "inferd/inf_launch.h"
 #include "inferd/serve/srv_engine_priv.h"
 #include "proto/prt_log.h"
 
@@ -90,18 +89,12 @@ static uint32_t samplers(void)
 
 static int open_engine(struct srv_engine *e, struct shm_error *err)
 {
-    static char instance[PRT_INSTANCE_MAX + 1]; /* the config borrows it */
     struct inf_options *o = e->config.options;
-    int rc = 0;
     o->engine.store.cancel = srv_queue_interrupt(e->config.queue);
     o->engine.store.server_fd = srv_stats_fd(e->config.stats);
-    if (o->model) {
-        rc = inf_launch(o->engine.store.runtime_dir, o->engine.store.instance, o->model, o->quiet,
-                        o->engine.store.cancel, instance, err);
-        o->engine.store.instance = instance;
-    }
     o->engine.conversations = e->config.parallel;
     o->engine.kv_tokens = o->serve.kv_tokens;
+    int rc = inf_cmd_launch(o, err);
     if (rc || (rc = inf_engine_open(&o->engine, err, &e->engine)))
         return rc;
     if (e->config.parallel > e->engine->chunk)

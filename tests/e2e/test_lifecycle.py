@@ -350,6 +350,29 @@ def test_model_option_tells_why_expertd_did_not_start(world):
     assert r.returncode == 1 and len(r.stderr.splitlines()) == 1 and "none.gguf" in r.stderr
 
 
+@pytest.mark.parametrize("command,options,word", [
+    ("run", [], "no prompt"),
+    ("run", ["--prompt", "x", "--prompt-file", "x"], "more than one prompt"),
+    ("run", ["--prompt-file", "/nonexistent"], "/nonexistent"),
+    ("run", ["-"], "empty"),
+    ("run", ["--prompt", "x", "--min-p", "2"], "min-p"),
+    ("run", ["--prompt", "x", "--device", "cuda"], "no CUDA driver"),
+    ("tokenize", [], "no prompt"),
+    ("measure", ["--prompt", ""], "empty"),
+    ("logits", ["--ids", "1,x"], "--ids"),
+    ("logits", ["--reads", "/nonexistent"], "/nonexistent"),
+    ("chat", ["--chat-template", "best"], "chatml"),
+    ("chat", ["--device", "cuda"], "--device host"),
+    ("serve", ["--listen", "127.0.0.1:0", "--device", "cuda:1"], "no CUDA driver"),
+])
+def test_what_cannot_work_starts_no_expertd(world, command, options, word):
+    """Told before --model starts one in the background, which would go on."""
+    r = world.inferd(command, "--model", STORY, *options, check=False, input="",
+                     env={"EXPERTD_CUDA_LIBRARY": "/nonexistent/libcuda.so"})
+    assert r.returncode and word in r.stderr and "started expertd" not in r.stderr, r.stderr
+    assert not (world.runtime / "expertd").exists()
+
+
 def test_no_expertd_is_said(world):
     for command, options in (("run", ["--prompt", "x"]), ("chat", []), ("logits", ["--prompt", "x"])):
         r = world.inferd(command, *options, check=False)
