@@ -66,35 +66,34 @@ static bool past_breaks(struct inf_parser *p)
     return !p->fresh;
 }
 
-/* Text up to a mark. 1: there it is (and consumed), *ret_which says which; 0: more is needed.
- * Line breaks in front of a mark are dropped where trim is set. */
+/* Text up to a mark. 1: there it is, now at the start of the buffer, *ret_bytes long; 0: more is needed.
+ * Line breaks in front of a mark belong to it where trim is set. */
 static int until(struct inf_parser *p, const char *const *marks, enum inf_part part, bool trim, bool final,
-                 int *ret_which)
+                 size_t *ret_bytes)
 {
     size_t at = p->buf.n;
     if (!past_breaks(p))
         return 0;
     int rc, which = first_mark(p, marks, 0, &at);
     size_t give = which >= 0 ? at : final ? p->buf.n : p->buf.n - held(p, marks);
-    size_t skip = give;
     while (trim && give && (which >= 0 || !final) && p->buf.bytes[give - 1] == '\n')
         give--;
     if ((rc = give_text(p, part, p->buf.bytes, give)))
         return rc;
-    if (which < 0) {
-        consume(p, give);
+    consume(p, give);
+    if (which < 0)
         return 0;
-    }
-    consume(p, skip + strlen(marks[which]));
-    *ret_which = which;
+    *ret_bytes = at - give + strlen(marks[which]);
     return 1;
 }
 
 static int in_reason(struct inf_parser *p, bool final)
 {
     static const char *const marks[] = {THINK_END, NULL};
-    int which, rc = until(p, marks, INF_PART_REASONING, true, final, &which);
+    size_t mark;
+    int rc = until(p, marks, INF_PART_REASONING, true, final, &mark);
     if (rc > 0) {
+        consume(p, mark);
         p->state = INF_STATE_CONTENT;
         p->fresh = true;
     }
@@ -123,13 +122,12 @@ static int at_start(struct inf_parser *p, bool final)
 static int in_content(struct inf_parser *p, bool final)
 {
     const char *const marks[] = {p->call_start, NULL};
-    int which, rc;
     if (p->style == INF_STYLE_LLAMA && p->call_start && past_breaks(p) && p->buf.n) {
         /* A call is the whole answer and begins with a brace. */
         struct inf_slice s = inf_strip((struct inf_slice){p->buf.bytes, p->buf.n});
         bool brace = inf_starts(s, "{");
         if (brace || inf_starts(s, p->call_start)) {
-            consume(p, (size_t)(s.at - p->buf.bytes) + (brace ? 0 : strlen(p->call_start)));
+            p->opening = (size_t)(s.at - p->buf.bytes) + (brace ? 0 : strlen(p->call_start));
             p->state = INF_STATE_CALL;
             return 1;
         }
@@ -140,7 +138,7 @@ static int in_content(struct inf_parser *p, bool final)
         p->call_start = NULL;
         return 1;
     }
-    rc = until(p, marks, INF_PART_CONTENT, p->call_start != NULL, final, &which);
+    int rc = until(p, marks, INF_PART_CONTENT, p->call_start != NULL, final, &p->opening);
     if (rc > 0)
         p->state = INF_STATE_CALL;
     return rc;
@@ -148,26 +146,21 @@ static int in_content(struct inf_parser *p, bool final)
 
 static int in_call(struct inf_parser *p, bool final)
 {
-    size_t n_end = p->call_end ? strlen(p->call_end) : 0, from = p->scanned > n_end ? p->scanned - n_end : 0;
-    const char *end =
-        n_end && p->buf.n ? memmem(p->buf.bytes + from, p->buf.n - from, p->call_end, n_end) : NULL;
+    size_t n_end = p->call_end ? strlen(p->call_end) : 0, from = p->opening;
+    if (p->scanned > from + n_end)
+        from = p->scanned - n_end;
+    const char *end = n_end ? memmem(p->buf.bytes + from, p->buf.n - from, p->call_end, n_end) : NULL;
     p->scanned = p->buf.n;
-    struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", end ? (size_t)(end - p->buf.bytes) : p->buf.n};
+    size_t used = end ? (size_t)(end - p->buf.bytes) + n_end : p->buf.n;
+    struct inf_slice body = {p->buf.bytes + p->opening, used - p->opening - (end ? n_end : 0)};
     if (body.n > CALL_BYTES_MAX)
         return -E2BIG;
     if (!end && !final)
         return 0;
-    size_t used = body.n + (end ? n_end : 0);
     int rc = inf_parse_calls(p, body);
-    if (rc == 0) { /* as it was written */
-        bool brace = p->style == INF_STYLE_LLAMA && inf_starts(body, "{");
-        rc = give_text(p, INF_PART_CONTENT, p->call_start, brace ? 0 : strlen(p->call_start));
-        if (!rc)
-            rc = give_text(p, INF_PART_CONTENT, body.at, used);
-        p->fresh = false;
-    } else {
-        p->fresh = true;
-    }
+    p->fresh = rc != 0;
+    if (rc == 0)
+        rc = give_text(p, INF_PART_CONTENT, p->buf.bytes, used); /* as it was written */
     if (rc < 0)
         return rc;
     consume(p, used);
@@ -218,15 +211,18 @@ static int in_header(struct inf_parser *p, bool final)
 
 static int in_body(struct inf_parser *p, bool final)
 {
-    int which, rc;
+    int rc;
     size_t at;
     if (!p->name.n) {
-        rc = until(p, harmony_ends, p->part, false, final, &which);
-        if (rc > 0)
+        rc = until(p, harmony_ends, p->part, false, final, &at);
+        if (rc > 0) {
+            consume(p, at);
             p->state = INF_STATE_HEADER;
+        }
         return rc;
     }
-    which = first_mark(p, harmony_ends, p->scanned > MARK_BYTES_MAX ? p->scanned - MARK_BYTES_MAX : 0, &at);
+    int which =
+        first_mark(p, harmony_ends, p->scanned > MARK_BYTES_MAX ? p->scanned - MARK_BYTES_MAX : 0, &at);
     p->scanned = p->buf.n;
     struct inf_slice body = {p->buf.bytes ? p->buf.bytes : "", which < 0 ? p->buf.n : at};
     if (body.n > CALL_BYTES_MAX)

@@ -22,6 +22,7 @@ struct inf_parser {
     enum inf_part part;     /* harmony: of the body */
     struct inf_buf name;    /* harmony: the function that the body calls; n 0: none */
     struct inf_buf buf;     /* what was not given out yet */
+    size_t opening;         /* of a call: its mark and the white space before it, at the start of buf */
     size_t scanned;         /* bytes of buf in which a call's end was looked for */
     const char *call_start; /* NULL: calls are not looked for */
     const char *call_end;   /* NULL: the answer's end */
