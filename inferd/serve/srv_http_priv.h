@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Inside of the HTTP server: connections (srv_http.c) and what is written on them (srv_http_reply.c). */
+/* Inside of the HTTP server: connections (srv_http.c), what is read from them (srv_http_request.c) and
+ * written on them (srv_http_reply.c). */
 #ifndef SRV_HTTP_PRIV_H
 #define SRV_HTTP_PRIV_H
 
@@ -57,5 +58,11 @@ void srv_http_arm(struct srv_connection *c, unsigned s);
 
 /* The response is complete in the output queue: the exchange ends. */
 void srv_http_finished(struct srv_connection *c);
+
+/* Reads what has come, and hands out what is complete. */
+void srv_http_process(struct srv_connection *c);
+
+/* Hands the exchange out, as a refusal where status is set. */
+void srv_http_hand_out(struct srv_connection *c, int status, const char *why);
 
 #endif

@@ -17,6 +17,7 @@
 int srv_life_note(struct srv_life *life, int argc, char **argv)
 {
     static char command[] = "serve";
+    *life = (struct srv_life){.listen_fd = -1};
     ssize_t got = readlink("/proc/self/exe", life->path, sizeof life->path - 1);
     if (got < 0)
         return -errno;
@@ -34,11 +35,15 @@ int srv_life_note(struct srv_life *life, int argc, char **argv)
 void srv_life_clear(struct srv_life *life)
 {
     free(life->argv);
-    *life = (struct srv_life){0};
+    if (life->listen_fd >= 0)
+        close(life->listen_fd);
+    *life = (struct srv_life){.listen_fd = -1};
 }
 
 int srv_life_check(const struct srv_life *life, struct shm_error *err)
 {
+    if (life->listen_fd < 0)
+        return shm_error_set(err, EBADF, "restart: the listening socket was not kept");
     if (!life->argv)
         return shm_error_set(err, ENOENT, "restart: /proc/self/exe was not readable at the start");
     if (access(life->path, X_OK))
@@ -47,11 +52,11 @@ int srv_life_check(const struct srv_life *life, struct shm_error *err)
     return 0;
 }
 
-int srv_life_again(const struct srv_life *life, int listen_fd, struct shm_error *err)
+int srv_life_again(const struct srv_life *life, struct shm_error *err)
 {
     char pid[16];
     snprintf(pid, sizeof pid, "%d", (int)getpid());
-    if (listen_fd == FIRST_FD ? fcntl(FIRST_FD, F_SETFD, 0) : dup2(listen_fd, FIRST_FD) < 0)
+    if (life->listen_fd == FIRST_FD ? fcntl(FIRST_FD, F_SETFD, 0) : dup2(life->listen_fd, FIRST_FD) < 0)
         return shm_error_set(err, errno, "restart: the listening socket: %s", strerror(errno));
     /* Whatever a library left open. Kernels before 5.11: those that their openers marked. */
     close_range(FIRST_FD + 1u, UINT_MAX, CLOSE_RANGE_CLOEXEC);

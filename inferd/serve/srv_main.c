@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* The command `serve`: starts the parts, runs the event loop, ends them. */
 #include "inferd/inf_cmd.h"
-#include "inferd/serve/srv_server.h"
-#include "proto/prt_file.h"
+#include "inferd/serve/srv_drain.h"
 #include "proto/prt_log.h"
 #include "proto/prt_notify.h"
-#include "proto/prt_serve.h"
 #include "shm/shm_bell.h"
 
 #include <errno.h>
@@ -19,73 +17,19 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CANCEL_S 5  /* after the drain: for what was cancelled */
-#define LEAVE_S  3  /* after the last answer: for clients to close */
-#define HOLD_S   10 /* what connections wait for the model before they are told to come back */
-#define TICK_US  20000
-
-enum ending { END_NONE, END_RESTART, END_STOP };
+#define HOLD_S 10 /* what connections wait for the model before they are told to come back */
 
 struct serve {
     struct srv_server server;
     struct inf_options o;
     int state_fd, status;
     char name[128];
-    bool announced, cancelled, closed, again; /* closed: no new connections; again: execute anew */
-    struct event *jobs, *state, *term, *interrupt, *hangup, *drain, *restart, *tick, *beat, *hold, *watchdog;
-    enum ending ending;
-    uint64_t drain_ns; /* since when it drains; 0: no more patience */
-    uint64_t quiet_ns; /* since when nothing is under way any more */
-    int listen_fd;     /* a second descriptor of the listening socket, for the next life */
+    bool announced;
+    struct event *jobs, *state, *hangup, *beat, *hold, *watchdog;
     struct srv_life life;
-    struct prt_paths paths;
-    struct prt_serve record;
-    bool recorded;
+    struct srv_drain drain;
     uint64_t progress;
 };
-
-static void stop(struct serve *v, int status)
-{
-    v->status = status;
-    event_base_loopbreak(v->server.base);
-}
-
-/* The record as it is now, where something changed. */
-static void note(struct serve *v)
-{
-    struct prt_serve r = v->record;
-    struct shm_error err = {0};
-    struct srv_counts c = srv_queue_counts(v->server.queue);
-    r.busy = c.waiting + c.running;
-    r.state = v->again                                         ? PRT_SERVE_RESTARTING
-              : v->server.draining && r.busy                   ? PRT_SERVE_DRAINING
-              : v->server.draining                             ? PRT_SERVE_DRAINED
-              : srv_engine_state(v->server.engine) == SRV_AWAY ? PRT_SERVE_AWAY
-                                                               : PRT_SERVE_READY;
-    if (!v->announced || (v->recorded && memcmp(&r, &v->record, sizeof r) == 0))
-        return;
-    if (prt_serve_write(&v->paths, &r, &err)) {
-        if (!v->recorded)
-            prt_log(PRT_LOG_WARNING, "'expertctl workers drain' and 'restart' won't find this worker: %s",
-                    shm_error_text(&err));
-    } else {
-        v->record = r;
-    }
-    v->recorded = true;
-}
-
-/* expertd's directory is there, and what the instance is called is known. */
-static void note_first(struct serve *v)
-{
-    const struct inf_store_config *c = &v->o.engine.store;
-    struct prt_serve others[PRT_SERVE_MAX];
-    v->record.pid = (uint32_t)getpid();
-    v->record.life = prt_random_epoch();
-    snprintf(v->record.url, sizeof v->record.url, "%s", strncmp(v->name, "http", 4) == 0 ? v->name : "unix");
-    prt_process_start(getpid(), &v->record.start);
-    if (prt_paths_make(c->runtime_dir, c->instance, &v->paths, NULL) == 0)
-        prt_serve_list(&v->paths, true, others, NULL);
-}
 
 static void on_jobs(evutil_socket_t fd, short what, void *ctx)
 {
@@ -110,14 +54,13 @@ static void become_ready(struct serve *v)
     if (v->announced)
         return;
     v->announced = true;
-    note_first(v);
+    srv_drain_announce(&v->drain, v->name);
     srv_http_hold(s->http, false);
-    if (!v->o.quiet)
-        prt_log(PRT_LOG_NOTICE,
-                "serving '%s' (%s; context %u, %u requests at once, keys and values of %u tokens: "
-                "%.1f MiB, template %s) on %s",
-                srv_model_name(s), info->device, info->ctx, info->parallel, info->kv_tokens, info->kv_mib,
-                s->chat ? inf_template_name(s->chat) : "none", v->name);
+    prt_log(PRT_LOG_NOTICE,
+            "serving '%s' (%s; context %u, %u requests at once, keys and values of %u tokens: "
+            "%.1f MiB, template %s) on %s",
+            srv_model_name(s), info->device, info->ctx, info->parallel, info->kv_tokens, info->kv_mib,
+            s->chat ? inf_template_name(s->chat) : "none", v->name);
     prt_notify("READY=1");
 }
 
@@ -133,9 +76,9 @@ static void on_state(evutil_socket_t fd, short what, void *ctx)
     srv_status_count(&v->server);
     if (state == SRV_READY) {
         become_ready(v);
-        note(v);
+        srv_drain_note(&v->drain);
     } else if (state == SRV_AWAY) {
-        note(v);
+        srv_drain_note(&v->drain);
     } else if (state == SRV_FAILED) {
         struct srv_status *status = malloc(sizeof *status);
         if (status) {
@@ -143,81 +86,9 @@ static void on_state(evutil_socket_t fd, short what, void *ctx)
             prt_log(PRT_LOG_ERROR, "%s", status->error);
         }
         free(status);
-        stop(v, 1);
+        v->status = 1;
+        event_base_loopbreak(v->server.base);
     }
-}
-
-static void cancel_job(void *ctx, const struct srv_job *job, bool running)
-{
-    struct srv_job ***at = ctx;
-    (void)running;
-    *(*at)++ = (struct srv_job *)job;
-}
-
-static void cancel_all(struct serve *v)
-{
-    struct srv_counts c = srv_queue_counts(v->server.queue);
-    struct srv_job **list = calloc(c.waiting + c.running + 1, sizeof *list), **end = list;
-    if (!list)
-        return;
-    /* Only this thread submits, and jobs live until it has delivered their end. */
-    srv_queue_each(v->server.queue, cancel_job, &end);
-    while (end-- > list)
-        srv_queue_cancel(v->server.queue, *end);
-    free(list);
-}
-
-/* Requests that run past --drain-seconds are cut. */
-static void cut_late(struct serve *v, uint64_t past_ns)
-{
-    if (v->cancelled || past_ns < (uint64_t)v->server.options->drain_s * 1000000000u)
-        return;
-    prt_log(PRT_LOG_WARNING, "--drain-seconds are over: %u requests are cut",
-            srv_http_counters(v->server.http)->busy);
-    v->cancelled = true;
-    cancel_all(v);
-}
-
-static void finish(struct serve *v)
-{
-    v->again = v->ending == END_RESTART;
-    note(v);
-    stop(v, 0);
-}
-
-static void on_tick(evutil_socket_t fd, short what, void *ctx)
-{
-    struct serve *v = ctx;
-    uint64_t now_ns = shm_now_ns(), past_ns = now_ns - v->drain_ns;
-    const struct srv_http_counters *h = srv_http_counters(v->server.http);
-    bool over = past_ns > (uint64_t)(v->server.options->drain_s + CANCEL_S) * 1000000000u;
-    (void)fd;
-    (void)what;
-    note(v);
-    if (v->ending == END_NONE) {
-        if (v->record.state == PRT_SERVE_DRAINED)
-            event_del(v->tick); /* until it is told what next */
-        return;
-    }
-    if (h->busy) {
-        v->quiet_ns = 0;
-        cut_late(v, past_ns);
-        if (over)
-            finish(v);
-        return;
-    }
-    if (!v->closed) {
-        /* Nothing runs: what comes now waits in the socket's queue for the next life. */
-        v->closed = true;
-        srv_http_drain(v->server.http, false);
-    }
-    if (!v->quiet_ns)
-        v->quiet_ns = now_ns;
-    /* Last bytes on their way have what is left of the drain; a request may be arriving, too. */
-    bool patient =
-        srv_http_sending(v->server.http) ? !over : now_ns - v->quiet_ns < LEAVE_S * UINT64_C(1000000000);
-    if (!h->connections || !patient || !v->drain_ns)
-        finish(v);
 }
 
 static void on_beat(evutil_socket_t fd, short what, void *ctx)
@@ -227,77 +98,6 @@ static void on_beat(evutil_socket_t fd, short what, void *ctx)
     (void)what;
     srv_answers_beat(&v->server);
     srv_status_count(&v->server);
-}
-
-/* Accepted requests finish; others get 503, or (no longer listening) wait in the socket's queue. */
-static void begin_drain(struct serve *v, enum ending ending)
-{
-    struct timeval tick = {.tv_usec = TICK_US};
-    bool first = !v->server.draining;
-    v->server.draining = true;
-    v->drain_ns = shm_now_ns();
-    v->quiet_ns = 0;
-    v->ending = ending;
-    if (ending == END_STOP) {
-        v->closed = true;
-        prt_notify("STOPPING=1");
-    } else {
-        prt_notify(ending ? "STATUS=restarting: requests finish, new ones get 503"
-                          : "STATUS=draining: requests finish, new ones get 503");
-    }
-    if (!v->o.quiet && (first || ending))
-        prt_log(PRT_LOG_NOTICE, "%s: %u requests finish, new ones get 503",
-                ending == END_STOP ? "stopping"
-                : ending           ? "restarting"
-                                   : "draining",
-                srv_http_counters(v->server.http)->busy);
-    srv_http_drain(v->server.http, ending != END_STOP);
-    note(v);
-    event_add(v->tick, &tick);
-}
-
-static void on_signal(evutil_socket_t sig, short what, void *ctx)
-{
-    struct serve *v = ctx;
-    (void)sig;
-    (void)what;
-    if (srv_engine_state(v->server.engine) == SRV_STARTING)
-        _exit(0); /* nothing was promised to anybody yet */
-    if (v->ending == END_STOP)
-        v->drain_ns = 0; /* asked twice: at once */
-    else
-        begin_drain(v, END_STOP);
-}
-
-static void on_drain(evutil_socket_t sig, short what, void *ctx)
-{
-    struct serve *v = ctx;
-    (void)sig;
-    (void)what;
-    if (!v->server.draining)
-        begin_drain(v, END_NONE);
-}
-
-static void on_restart(evutil_socket_t sig, short what, void *ctx)
-{
-    struct serve *v = ctx;
-    struct shm_error err = {0};
-    (void)sig;
-    (void)what;
-    if (v->ending || srv_engine_state(v->server.engine) == SRV_STARTING)
-        return; /* under way */
-    if (v->listen_fd < 0)
-        shm_error_set(&err, EBADF, "restart: the listening socket was not kept");
-    else
-        srv_life_check(&v->life, &err);
-    if (!err.code) {
-        begin_drain(v, END_RESTART);
-        return;
-    }
-    prt_log(PRT_LOG_WARNING, "%s", shm_error_text(&err));
-    v->recorded = false; /* written whatever it says */
-    snprintf(v->record.note, sizeof v->record.note, "%.255s", shm_error_text(&err));
-    note(v);
 }
 
 /* What can be read anew while it runs is: keys and log level. Requests that were let in go on. */
@@ -380,14 +180,11 @@ static int add_events(struct serve *v, bool inherited)
                                 .tv_usec = (suseconds_t)(watchdog_us % 1000000)};
     if (add(v, &v->jobs, srv_queue_fd(v->server.queue), EV_READ | EV_PERSIST, on_jobs, NULL) ||
         add(v, &v->state, v->state_fd, EV_READ | EV_PERSIST, on_state, NULL) ||
-        add(v, &v->term, SIGTERM, EV_SIGNAL | EV_PERSIST, on_signal, NULL) ||
-        add(v, &v->interrupt, SIGINT, EV_SIGNAL | EV_PERSIST, on_signal, NULL) ||
         add(v, &v->hangup, SIGHUP, EV_SIGNAL | EV_PERSIST, on_hangup, NULL) ||
-        add(v, &v->drain, PRT_SERVE_DRAIN, EV_SIGNAL | EV_PERSIST, on_drain, NULL) ||
-        add(v, &v->restart, PRT_SERVE_RESTART, EV_SIGNAL | EV_PERSIST, on_restart, NULL) ||
-        add(v, &v->tick, -1, EV_PERSIST, on_tick, NULL) || add(v, &v->beat, -1, EV_PERSIST, on_beat, &beat) ||
+        add(v, &v->beat, -1, EV_PERSIST, on_beat, &beat) ||
         add(v, &v->hold, -1, 0, on_hold, inherited ? &hold : NULL) ||
-        add(v, &v->watchdog, -1, EV_PERSIST, on_watchdog, watchdog_us ? &pet : NULL))
+        add(v, &v->watchdog, -1, EV_PERSIST, on_watchdog, watchdog_us ? &pet : NULL) ||
+        srv_drain_open(&v->server, &v->life, &v->drain))
         return -ENOMEM;
     if (inherited) /* somebody keeps the socket over lives of ours: its connections wait for the model */
         srv_http_hold(v->server.http, true);
@@ -429,7 +226,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
                                          .on_refuse = srv_on_refuse,
                                          .on_done = srv_on_done,
                                          .ctx = s};
-    v->listen_fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    v->life.listen_fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     if ((rc = srv_http_create(s->base, &http, &s->http))) {
         close(fd);
         return rc;
@@ -449,8 +246,7 @@ static int open_parts(struct serve *v, struct shm_error *err)
 static void close_parts(struct serve *v)
 {
     struct srv_server *s = &v->server;
-    struct event *events[] = {v->jobs,    v->state, v->term, v->interrupt, v->hangup,  v->drain,
-                              v->restart, v->tick,  v->beat, v->hold,      v->watchdog};
+    struct event *events[] = {v->jobs, v->state, v->hangup, v->beat, v->hold, v->watchdog};
     if (s->http)
         srv_http_destroy(&s->http); /* cancels what still runs */
     if (s->queue)
@@ -460,6 +256,7 @@ static void close_parts(struct serve *v)
     for (size_t i = 0; i < sizeof events / sizeof events[0]; i++)
         if (events[i])
             event_free(events[i]);
+    srv_drain_close(&v->drain);
     srv_queue_destroy(&s->queue);
     srv_stats_free(&s->stats);
     srv_keys_free(&s->keys, s->n_keys);
@@ -479,7 +276,7 @@ static int fail(int rc, const struct shm_error *err)
 
 int inf_cmd_serve(int argc, char **argv)
 {
-    struct serve v = {.state_fd = -1, .listen_fd = -1};
+    struct serve v = {.state_fd = -1};
     struct shm_error err = {0};
     if (srv_life_note(&v.life, argc, argv))
         srv_life_clear(&v.life);
@@ -498,19 +295,12 @@ int inf_cmd_serve(int argc, char **argv)
         v.status = fail(rc, &err);
     else
         event_base_dispatch(v.server.base);
-    if (v.again) { /* from here on a SIGTERM ends the process, as it would at its start */
-        event_del(v.term);
-        event_del(v.interrupt);
-    }
     close_parts(&v);
-    if (v.again) {
-        srv_life_again(&v.life, v.listen_fd, &err);
+    if (v.drain.again) {
+        srv_life_again(&v.life, &err);
         v.status = fail(err.code, &err);
     }
-    if (v.recorded)
-        prt_serve_remove(&v.paths);
-    if (v.listen_fd >= 0)
-        close(v.listen_fd);
+    srv_drain_forget(&v.drain);
     srv_life_clear(&v.life);
     return v.status;
 }

@@ -133,14 +133,15 @@ int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, b
 struct srv_life {
     char path[4096]; /* of the program, as it was started */
     char **argv;     /* to execute it with; the words are the program's own */
+    int listen_fd;   /* a second descriptor of the listening socket; -1: not kept. Owned */
 };
-/* At the start, before anybody replaces the program's file and before options are parsed, which may put them
- * in another order; argv as inf_cmd_serve gets it. 0 or a negative errno. */
+/* Without a socket yet. At the start, before anybody replaces the program's file and before options are
+ * parsed, which may put them in another order; argv as inf_cmd_serve gets it. 0 or a negative errno. */
 int srv_life_note(struct srv_life *life, int argc, char **argv);
 void srv_life_clear(struct srv_life *life);
 /* Why it could not be executed now; 0 when it could. */
 int srv_life_check(const struct srv_life *life, struct shm_error *err);
 /* Does not return, unless it fails. Every other descriptor above 2 is closed by it. */
-int srv_life_again(const struct srv_life *life, int listen_fd, struct shm_error *err);
+int srv_life_again(const struct srv_life *life, struct shm_error *err);
 
 #endif
