@@ -3,6 +3,7 @@
 #include "inferd/inf_cmd.h"
 #include "inferd/inf_remote.h"
 #include "shm/shm_bell.h"
+#include "shm/shm_text.h"
 
 #include <errno.h>
 #include <jansson.h>
@@ -14,38 +15,18 @@
 
 #define LINE_MAX_BYTES (1u << 20) /* of an event */
 
-struct text {
-    char *bytes;
-    size_t n, cap;
-};
-
 struct chat {
     const struct inf_options *o;
     struct inf_remote remote;
     json_t *messages;
     bool terminal;
     /* Of the turn that runs. */
-    struct text line, answer, other; /* an event so far; what was written; a body that is no event stream */
+    struct shm_text line, answer,
+        other; /* an event so far; what was written; a body that is no event stream */
     json_t *usage;
     char stop[32], error[512];
     uint64_t start_ns, first_ns;
 };
-
-static bool add(struct text *t, const char *bytes, size_t n)
-{
-    if (t->n + n + 1 > t->cap) {
-        size_t cap = 2 * t->cap + n + 256;
-        char *grown = realloc(t->bytes, cap);
-        if (!grown)
-            return false;
-        t->bytes = grown;
-        t->cap = cap;
-    }
-    memcpy(t->bytes + t->n, bytes, n);
-    t->n += n;
-    t->bytes[t->n] = '\0';
-    return true;
-}
 
 static void take_error(struct chat *c, const json_t *j)
 {
@@ -73,7 +54,7 @@ static bool event(struct chat *c, const char *data, size_t n)
     if (json_string_length(content)) {
         if (!c->first_ns)
             c->first_ns = shm_now_ns();
-        ok = add(&c->answer, json_string_value(content), json_string_length(content));
+        ok = !shm_text_add(&c->answer, json_string_value(content), json_string_length(content));
         if (!c->o->json) {
             fwrite(json_string_value(content), 1, json_string_length(content), stdout);
             fflush(stdout);
@@ -86,12 +67,12 @@ static bool event(struct chat *c, const char *data, size_t n)
 static bool on_data(void *ctx, const char *data, size_t n)
 {
     struct chat *c = ctx;
-    if (c->other.n + n < LINE_MAX_BYTES && !add(&c->other, data, n))
+    if (c->other.n + n < LINE_MAX_BYTES && shm_text_add(&c->other, data, n))
         return false;
     while (n) {
         const char *end = memchr(data, '\n', n);
         size_t len = end ? (size_t)(end - data) : n;
-        if (c->line.n + len > LINE_MAX_BYTES || !add(&c->line, data, len))
+        if (c->line.n + len > LINE_MAX_BYTES || shm_text_add(&c->line, data, len))
             return false;
         data += len + (end != NULL);
         n -= len + (end != NULL);
@@ -239,13 +220,14 @@ static int talk(struct chat *c)
 
 static bool keep(void *ctx, const char *data, size_t n)
 {
-    return ((struct text *)ctx)->n + n < LINE_MAX_BYTES && add(ctx, data, n);
+    struct shm_text *body = ctx;
+    return body->n + n < LINE_MAX_BYTES && !shm_text_add(body, data, n);
 }
 
 /* Asks for the models: tells early, and in one line, what is wrong with the address. */
 static int greet(struct chat *c, struct shm_error *err)
 {
-    struct text body = {0};
+    struct shm_text body = {0};
     int status = inf_remote_request(&c->remote, "/v1/models", NULL, keep, &body, err);
     json_t *j = body.n ? json_loadb(body.bytes, body.n, 0, NULL) : NULL;
     if (status > 0 && status != 200) {

@@ -342,7 +342,7 @@ void inf_parser_destroy(struct inf_parser **parser)
 }
 
 struct collected {
-    struct inf_buf part[2];
+    struct shm_text part[2];
     struct inf_template_answer *answer;
 };
 

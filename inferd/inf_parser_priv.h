@@ -20,8 +20,8 @@ struct inf_parser {
     } state;
     bool fresh;             /* line breaks that come next are dropped */
     enum inf_part part;     /* harmony: of the body */
-    struct inf_buf name;    /* harmony: the function that the body calls; n 0: none */
-    struct inf_buf buf;     /* what was not given out yet */
+    struct shm_text name;   /* harmony: the function that the body calls; n 0: none */
+    struct shm_text buf;    /* what was not given out yet */
     size_t opening;         /* of a call: its mark and the white space before it, at the start of buf */
     size_t scanned;         /* bytes of buf in which a call's end was looked for */
     const char *call_start; /* NULL: calls are not looked for */

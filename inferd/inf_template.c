@@ -76,7 +76,7 @@ void inf_put_string(struct inf_render *r, const char *content)
 
 void inf_put_json(struct inf_render *r, const json_t *value, int indent)
 {
-    struct inf_buf buf = {0};
+    struct shm_text buf = {0};
     if (r->rc)
         return;
     inf_json_dump(&buf, value, indent);

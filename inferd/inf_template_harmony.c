@@ -20,7 +20,7 @@ static bool is_one_of(const json_t *list, const char *name)
     return false;
 }
 
-static void joined(struct inf_buf *b, const json_t *list, const char *between)
+static void joined(struct shm_text *b, const json_t *list, const char *between)
 {
     size_t i;
     json_t *item;
@@ -32,9 +32,9 @@ static void joined(struct inf_buf *b, const json_t *list, const char *between)
     }
 }
 
-static void write_type(struct inf_buf *b, const json_t *spec, int depth);
+static void write_type(struct shm_text *b, const json_t *spec, int depth);
 
-static void write_array(struct inf_buf *b, const json_t *spec, int depth)
+static void write_array(struct shm_text *b, const json_t *spec, int depth)
 {
     const json_t *items = json_object_get(spec, "items");
     const json_t *type = json_object_get(items, "type");
@@ -47,7 +47,7 @@ static void write_array(struct inf_buf *b, const json_t *spec, int depth)
     } else if (strcmp(name, "integer") == 0) {
         inf_buf_string(b, "number[]");
     } else {
-        struct inf_buf inner = {0};
+        struct shm_text inner = {0};
         size_t chars = 0;
         write_type(&inner, items, depth + 1);
         for (size_t i = 0; i < inner.n; i++)
@@ -65,7 +65,7 @@ static void write_array(struct inf_buf *b, const json_t *spec, int depth)
         inf_buf_string(b, " | null");
 }
 
-static void write_object(struct inf_buf *b, const json_t *spec, int depth)
+static void write_object(struct shm_text *b, const json_t *spec, int depth)
 {
     const json_t *properties = json_object_get(spec, "properties");
     const char *key;
@@ -88,7 +88,7 @@ static void write_object(struct inf_buf *b, const json_t *spec, int depth)
     inf_buf_string(b, "}");
 }
 
-static void write_union(struct inf_buf *b, const json_t *variants, int depth)
+static void write_union(struct shm_text *b, const json_t *variants, int depth)
 {
     size_t i;
     json_t *variant;
@@ -108,7 +108,7 @@ static void write_union(struct inf_buf *b, const json_t *variants, int depth)
     }
 }
 
-static void write_type(struct inf_buf *b, const json_t *spec, int depth)
+static void write_type(struct shm_text *b, const json_t *spec, int depth)
 {
     const json_t *type = json_object_get(spec, "type"), *value;
     const char *name = json_is_string(type) ? json_string_value(type) : "";
@@ -141,7 +141,7 @@ static void write_type(struct inf_buf *b, const json_t *spec, int depth)
     }
 }
 
-static void write_default(struct inf_buf *b, const json_t *spec)
+static void write_default(struct shm_text *b, const json_t *spec)
 {
     const json_t *value = json_object_get(spec, "default");
     bool choice = inf_json_true(json_object_get(spec, "enum")),
@@ -155,7 +155,7 @@ static void write_default(struct inf_buf *b, const json_t *spec)
         inf_json_dump(b, value, 0);
 }
 
-static void write_tool(struct inf_buf *b, const json_t *function)
+static void write_tool(struct shm_text *b, const json_t *function)
 {
     const json_t *parameters = json_object_get(function, "parameters"), *value;
     const json_t *properties = json_object_get(parameters, "properties");
@@ -193,7 +193,7 @@ static void write_tool(struct inf_buf *b, const json_t *function)
 
 static void tools(struct inf_render *r)
 {
-    struct inf_buf b = {0};
+    struct shm_text b = {0};
     size_t i;
     json_t *tool;
     inf_put(r, "# Tools\n\n## functions\n\nnamespace functions {\n\n");

@@ -10,45 +10,26 @@
 
 #define BUF_BYTES_MAX (256ul << 20)
 
-void inf_buf_put(struct inf_buf *buf, const char *bytes, size_t n)
+void inf_buf_put(struct shm_text *buf, const char *bytes, size_t n)
 {
-    if (buf->rc)
-        return;
-    if (n > BUF_BYTES_MAX - buf->n) {
+    if (!buf->rc && n > BUF_BYTES_MAX - buf->n)
         buf->rc = -E2BIG;
-        return;
-    }
-    if (buf->n + n + 1 > buf->cap) {
-        size_t cap = buf->cap ? buf->cap : 256;
-        while (cap < buf->n + n + 1)
-            cap *= 2;
-        char *grown = realloc(buf->bytes, cap);
-        if (!grown) {
-            buf->rc = -ENOMEM;
-            return;
-        }
-        buf->bytes = grown;
-        buf->cap = cap;
-    }
-    if (n)
-        memcpy(buf->bytes + buf->n, bytes, n);
-    buf->n += n;
-    buf->bytes[buf->n] = '\0';
+    shm_text_add(buf, bytes, n);
 }
 
-void inf_buf_string(struct inf_buf *buf, const char *text)
+void inf_buf_string(struct shm_text *buf, const char *text)
 {
     inf_buf_put(buf, text, strlen(text));
 }
 
-static void newline(struct inf_buf *buf, int indent, int depth)
+static void newline(struct shm_text *buf, int indent, int depth)
 {
     inf_buf_put(buf, "\n", 1);
     for (int i = 0; i < indent * depth; i++)
         inf_buf_put(buf, " ", 1);
 }
 
-static void dump_string(struct inf_buf *buf, const char *text, size_t n)
+static void dump_string(struct shm_text *buf, const char *text, size_t n)
 {
     inf_buf_put(buf, "\"", 1);
     for (size_t i = 0, from = 0; i <= n; i++) {
@@ -69,7 +50,7 @@ static void dump_string(struct inf_buf *buf, const char *text, size_t n)
 }
 
 /* repr(): the fewest digits that read back the same. */
-static void put_real(struct inf_buf *buf, double value)
+static void put_real(struct shm_text *buf, double value)
 {
     char digits[40], out[64];
     int precision = 1;
@@ -93,14 +74,14 @@ static void put_real(struct inf_buf *buf, double value)
     inf_buf_string(buf, out);
 }
 
-static void put_integer(struct inf_buf *buf, const json_t *value)
+static void put_integer(struct shm_text *buf, const json_t *value)
 {
     char out[32];
     snprintf(out, sizeof out, "%lld", (long long)json_integer_value(value));
     inf_buf_string(buf, out);
 }
 
-static void dump(struct inf_buf *buf, const json_t *value, int indent, int depth)
+static void dump(struct shm_text *buf, const json_t *value, int indent, int depth)
 {
     const char *key;
     json_t *item;
@@ -151,12 +132,12 @@ static void dump(struct inf_buf *buf, const json_t *value, int indent, int depth
     }
 }
 
-void inf_json_dump(struct inf_buf *buf, const json_t *value, int indent)
+void inf_json_dump(struct shm_text *buf, const json_t *value, int indent)
 {
     dump(buf, value, indent, 0);
 }
 
-static void repr_string(struct inf_buf *buf, const char *text, size_t n)
+static void repr_string(struct shm_text *buf, const char *text, size_t n)
 {
     char quote = memchr(text, '\'', n) && !memchr(text, '"', n) ? '"' : '\'';
     inf_buf_put(buf, &quote, 1);
@@ -178,7 +159,7 @@ static void repr_string(struct inf_buf *buf, const char *text, size_t n)
     inf_buf_put(buf, &quote, 1);
 }
 
-static void repr(struct inf_buf *buf, const json_t *value)
+static void repr(struct shm_text *buf, const json_t *value)
 {
     const char *key;
     json_t *item;
@@ -220,7 +201,7 @@ static void repr(struct inf_buf *buf, const json_t *value)
     }
 }
 
-void inf_json_str(struct inf_buf *buf, const json_t *value)
+void inf_json_str(struct shm_text *buf, const json_t *value)
 {
     if (json_is_string(value))
         inf_buf_put(buf, json_string_value(value), json_string_length(value));

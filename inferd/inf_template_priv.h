@@ -9,16 +9,10 @@
 #define INF_TEMPLATE_PRIV_H
 
 #include "inferd/inf_template.h"
+#include "shm/shm_text.h"
 
 #include <jansson.h>
 #include <string.h>
-
-/* Bytes that grow; rc keeps the first failure. Release with free(buf.bytes). */
-struct inf_buf {
-    char *bytes; /* NUL-terminated once something was put */
-    size_t n, cap;
-    int rc;
-};
 
 struct inf_slice {
     const char *at;
@@ -112,12 +106,12 @@ struct inf_slice inf_after_first(struct inf_slice s, const char *part);
 void inf_split_thinking(const struct inf_message *m, struct inf_slice *ret_content,
                         struct inf_slice *ret_reasoning);
 
-void inf_buf_put(struct inf_buf *buf, const char *bytes, size_t n);
-void inf_buf_string(struct inf_buf *buf, const char *text);
+void inf_buf_put(struct shm_text *buf, const char *bytes, size_t n);
+void inf_buf_string(struct shm_text *buf, const char *text);
 
 /* As Python's json.dumps(ensure_ascii=False) and str() write it. */
-void inf_json_dump(struct inf_buf *buf, const json_t *value, int indent);
-void inf_json_str(struct inf_buf *buf, const json_t *value);
+void inf_json_dump(struct shm_text *buf, const json_t *value, int indent);
+void inf_json_str(struct shm_text *buf, const json_t *value);
 
 bool inf_json_true(const json_t *value); /* Python's truth; NULL: false */
 

@@ -194,7 +194,7 @@ void inf_render_qwen3(struct inf_render *r)
 }
 
 /* <KEY>VALUE</KEY> for what the tool's description has beyond the known keys. */
-static void extra_keys(struct inf_buf *b, const json_t *object, const char *const known[])
+static void extra_keys(struct shm_text *b, const json_t *object, const char *const known[])
 {
     const char *key;
     json_t *value;
@@ -218,9 +218,9 @@ static void extra_keys(struct inf_buf *b, const json_t *object, const char *cons
     }
 }
 
-static void element(struct inf_buf *b, const char *name, const json_t *value, bool strip)
+static void element(struct shm_text *b, const char *name, const json_t *value, bool strip)
 {
-    struct inf_buf text = {0};
+    struct shm_text text = {0};
     inf_json_str(&text, value);
     struct inf_slice s = {text.bytes ? text.bytes : "", text.n};
     if (strip)
@@ -237,7 +237,7 @@ static void element(struct inf_buf *b, const char *name, const json_t *value, bo
     free(text.bytes);
 }
 
-static void coder_tool(struct inf_buf *b, const json_t *function)
+static void coder_tool(struct shm_text *b, const json_t *function)
 {
     static const char *const of_parameter[] = {"name", "type", "description", NULL};
     static const char *const of_parameters[] = {"type", "properties", NULL};
@@ -270,7 +270,7 @@ static void coder_tool(struct inf_buf *b, const json_t *function)
 
 static void coder_tools(struct inf_render *r)
 {
-    struct inf_buf b = {0};
+    struct shm_text b = {0};
     size_t i;
     json_t *tool;
     inf_put(r, "\n\n# Tools\n\nYou have access to the following tools:\n\n<tools>");
@@ -301,7 +301,7 @@ static void coder_call(struct inf_render *r, const struct inf_tool_call *call)
 {
     const char *key;
     json_t *value, *arguments = inf_arguments(r, call);
-    struct inf_buf b = {0};
+    struct shm_text b = {0};
     inf_put(r, "\n<tool_call>\n<function=");
     inf_put_string(r, call->name);
     inf_put(r, ">\n");

@@ -2,6 +2,8 @@
 /* One request on a connection of its own. */
 #include "tools/bench_load.h"
 
+#include "shm/shm_text.h"
+
 #include <errno.h>
 #include <event2/buffer.h>
 #include <event2/bufferevent.h>
@@ -16,11 +18,6 @@
 #define HEAD_MAX (64u << 10)
 #define TEXT_MAX (64u << 20)
 
-struct text {
-    char *bytes;
-    size_t n, cap;
-};
-
 enum state { AT_HEAD, AT_BODY, AT_SIZE, AT_CHUNK, AT_CHUNK_END, AT_TRAILER };
 
 struct load_request {
@@ -31,27 +28,14 @@ struct load_request {
     enum state state;
     uint64_t left; /* of the body or chunk; UINT64_MAX: until the connection ends */
     bool events, done, failed;
-    struct text line, text;
+    struct shm_text line, text;
     struct load_reply reply;
     char why[256];
 };
 
-static bool add(struct text *t, const char *bytes, size_t n)
+static bool add(struct shm_text *t, const char *bytes, size_t n)
 {
-    if (n > TEXT_MAX - t->n)
-        return false;
-    if (t->n + n + 1 > t->cap) {
-        size_t cap = 2 * t->cap + n + 256;
-        char *grown = realloc(t->bytes, cap);
-        if (!grown)
-            return false;
-        t->bytes = grown;
-        t->cap = cap;
-    }
-    memcpy(t->bytes + t->n, bytes, n);
-    t->n += n;
-    t->bytes[t->n] = '\0';
-    return true;
+    return n <= TEXT_MAX - t->n && !shm_text_add(t, bytes, n);
 }
 
 void load_request_cancel(struct load_request **request)

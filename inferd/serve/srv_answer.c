@@ -13,22 +13,6 @@
 #include <sys/random.h>
 #include <time.h>
 
-int srv_string_add(struct srv_string *s, const char *text, size_t n)
-{
-    if (s->n + n + 1 > s->cap) {
-        size_t cap = 2 * s->cap + n + 64;
-        char *grown = realloc(s->text, cap);
-        if (!grown)
-            return -ENOMEM;
-        s->text = grown;
-        s->cap = cap;
-    }
-    memcpy(s->text + s->n, text, n);
-    s->n += n;
-    s->text[s->n] = '\0';
-    return 0;
-}
-
 static void destroy(struct srv_answer *a)
 {
     if (a->at) {
@@ -44,8 +28,8 @@ static void destroy(struct srv_answer *a)
     srv_job_release(a->server->queue, &a->job);
     json_decref(a->calls);
     json_decref(a->logprobs);
-    free(a->content.text);
-    free(a->reasoning.text);
+    free(a->content.bytes);
+    free(a->reasoning.bytes);
     free(a);
 }
 
@@ -100,18 +84,21 @@ void srv_answers_beat(struct srv_server *s)
 
 void srv_answer_event(struct srv_answer *a, const char *name, json_t *object)
 {
-    struct srv_string s = {0};
+    struct shm_text s = {0};
     char *text = object ? json_dumps(object, JSON_COMPACT) : NULL;
     json_decref(object);
     begin(a);
-    if (text &&
-        (!name || (!srv_string_add(&s, "event: ", 7) && !srv_string_add(&s, name, strlen(name)) &&
-                   !srv_string_add(&s, "\n", 1))) &&
-        !srv_string_add(&s, "data: ", 6) && !srv_string_add(&s, text, strlen(text)) &&
-        !srv_string_add(&s, "\n\n", 2))
-        write_stream(a, s.text, s.n);
+    if (name) {
+        shm_text_add(&s, "event: ", 7);
+        shm_text_add(&s, name, strlen(name));
+        shm_text_add(&s, "\n", 1);
+    }
+    shm_text_add(&s, "data: ", 6);
+    shm_text_add(&s, text, text ? strlen(text) : 0);
+    if (!shm_text_add(&s, "\n\n", 2) && text)
+        write_stream(a, s.bytes, s.n);
     free(text);
-    free(s.text);
+    free(s.bytes);
 }
 
 void srv_answer_data(struct srv_answer *a, const char *text)
@@ -179,14 +166,14 @@ static json_t *token_json(const struct srv_answer *a, int32_t id, float logprob)
     for (size_t i = 0; i < n; i++)
         json_array_append_new(list, json_integer((unsigned char)bytes[i]));
     if (!text) { /* a part of a character */
-        struct srv_string s = {0};
+        struct shm_text s = {0};
         char hex[8];
         for (size_t i = 0; i < n; i++) {
             snprintf(hex, sizeof hex, "\\x%02x", (unsigned char)bytes[i]);
-            srv_string_add(&s, hex, 4);
+            shm_text_add(&s, hex, 4);
         }
-        text = json_string(s.text ? s.text : "");
-        free(s.text);
+        text = json_string(s.bytes ? s.bytes : "");
+        free(s.bytes);
     }
     if (!(logprob > -9999.0f)) /* JSON has no infinity */
         logprob = -9999.0f;

@@ -82,7 +82,7 @@ static void part(struct srv_answer *a, enum inf_part kind, const char *text, siz
 {
     bool thinking = kind == INF_PART_REASONING;
     if (!a->stream) {
-        srv_string_add(thinking ? &a->reasoning : &a->content, text, n);
+        shm_text_add(thinking ? &a->reasoning : &a->content, text, n);
         return;
     }
     if (a->block != (thinking ? THINKING : TEXT))
@@ -134,10 +134,10 @@ static void end(struct srv_answer *a, const struct srv_result *r)
     json_t *content = json_array();
     if (a->reasoning.n)
         json_array_append_new(content, json_pack("{s:s, s:s%, s:s}", "type", "thinking", "thinking",
-                                                 a->reasoning.text, a->reasoning.n, "signature", ""));
+                                                 a->reasoning.bytes, a->reasoning.n, "signature", ""));
     if (a->content.n)
         json_array_append_new(
-            content, json_pack("{s:s, s:s%}", "type", "text", "text", a->content.text, a->content.n));
+            content, json_pack("{s:s, s:s%}", "type", "text", "text", a->content.bytes, a->content.n));
     if (a->calls)
         json_array_extend(content, a->calls);
     srv_answer_reply(a, 200, message(a, content, reason, sequence, usage_json(r)));

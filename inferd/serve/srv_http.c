@@ -35,9 +35,9 @@ static void listen_again(struct srv_http *h)
 static void reset_exchange(struct srv_connection *c)
 {
     free(c->head);
-    free(c->body);
-    c->head = c->body = NULL;
-    c->body_n = c->body_cap = 0;
+    free(c->body.bytes);
+    c->head = NULL;
+    c->body = (struct shm_text){0};
     c->chunks = (struct srv_chunked){0};
     c->started = c->chunked = false;
     c->status = 0;

@@ -5,6 +5,7 @@
 #define SRV_HTTP_PRIV_H
 
 #include "inferd/serve/srv_http.h"
+#include "shm/shm_text.h"
 
 #include <event2/buffer.h>
 #include <event2/bufferevent.h>
@@ -35,8 +36,7 @@ struct srv_connection {
     int status;
     uint64_t lingered;
     char *head;
-    char *body;
-    size_t body_n, body_cap;
+    struct shm_text body;
     struct srv_chunked chunks;
     struct evbuffer *headers; /* of the response */
     struct srv_exchange x;

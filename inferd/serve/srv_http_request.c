@@ -18,8 +18,8 @@ void srv_http_hand_out(struct srv_connection *c, int status, const char *why)
         h->config.on_refuse(h->config.ctx, &c->x, status, why);
         return;
     }
-    c->x.body = c->body ? c->body : "";
-    c->x.body_bytes = c->body_n;
+    c->x.body = c->body.bytes ? c->body.bytes : "";
+    c->x.body_bytes = c->body.n;
     h->config.on_request(h->config.ctx, &c->x);
 }
 
@@ -79,37 +79,20 @@ static bool read_head(struct srv_connection *c, struct evbuffer *in)
     return true;
 }
 
-static bool body_append(struct srv_connection *c, const char *data, size_t n)
-{
-    if (c->body_n + n + 1 > c->body_cap) {
-        size_t cap = 2 * c->body_cap + n + 1;
-        char *body = realloc(c->body, cap);
-        if (!body)
-            return false;
-        c->body = body;
-        c->body_cap = cap;
-    }
-    if (n)
-        memcpy(c->body + c->body_n, data, n);
-    c->body_n += n;
-    c->body[c->body_n] = '\0';
-    return true;
-}
-
 /* true: the body is complete. */
 static bool read_body(struct srv_connection *c, struct evbuffer *in)
 {
     const struct srv_http_config *k = &c->http->config;
     size_t n;
     while (!c->x.head.chunked) {
-        if (c->body_n == c->x.head.body_bytes)
+        if (c->body.n == c->x.head.body_bytes)
             return true;
         n = evbuffer_get_contiguous_space(in);
         if (!n)
             return false;
-        if (n > c->x.head.body_bytes - c->body_n)
-            n = (size_t)c->x.head.body_bytes - c->body_n;
-        if (!body_append(c, (const char *)evbuffer_pullup(in, (ev_ssize_t)n), n)) {
+        if (n > c->x.head.body_bytes - c->body.n)
+            n = (size_t)c->x.head.body_bytes - c->body.n;
+        if (shm_text_add(&c->body, (const char *)evbuffer_pullup(in, (ev_ssize_t)n), n)) {
             srv_http_hand_out(c, 503, "no memory for the request's body");
             return false;
         }
@@ -124,11 +107,11 @@ static bool read_body(struct srv_connection *c, struct evbuffer *in)
             srv_http_hand_out(c, 400, "the chunked body is malformed");
             return false;
         }
-        if (data_n > k->body_max - c->body_n) {
+        if (data_n > k->body_max - c->body.n) {
             srv_http_hand_out(c, 413, "the request's body is longer than this server takes (--body-mb)");
             return false;
         }
-        if (!body_append(c, data, data_n)) {
+        if (shm_text_add(&c->body, data, data_n)) {
             srv_http_hand_out(c, 503, "no memory for the request's body");
             return false;
         }

@@ -90,7 +90,7 @@ static void part(struct srv_answer *a, enum inf_part kind, const char *text, siz
 {
     const char *name = kind == INF_PART_REASONING ? "reasoning_content" : "content";
     if (!a->stream) {
-        srv_string_add(kind == INF_PART_REASONING ? &a->reasoning : &a->content, text, n);
+        shm_text_add(kind == INF_PART_REASONING ? &a->reasoning : &a->content, text, n);
         return;
     }
     begin_chat(a);
@@ -126,7 +126,7 @@ static void tokens(struct srv_answer *a)
 static void end_whole(struct srv_answer *a, const struct srv_result *r)
 {
     json_t *logprobs = take_logprobs(a), *choice, *content;
-    content = a->content.n || !a->calls ? json_stringn(a->content.text ? a->content.text : "", a->content.n)
+    content = a->content.n || !a->calls ? json_stringn(a->content.bytes ? a->content.bytes : "", a->content.n)
                                         : json_null();
     if (a->api == SRV_API_COMPLETION) {
         choice = json_pack("{s:i, s:o, s:o, s:s}", "index", 0, "text", content, "logprobs", logprobs,
@@ -135,7 +135,7 @@ static void end_whole(struct srv_answer *a, const struct srv_result *r)
         json_t *message = json_pack("{s:s, s:o, s:n}", "role", "assistant", "content", content, "refusal");
         if (a->reasoning.n)
             json_object_set_new(message, "reasoning_content",
-                                json_stringn(a->reasoning.text, a->reasoning.n));
+                                json_stringn(a->reasoning.bytes, a->reasoning.n));
         if (a->calls)
             json_object_set(message, "tool_calls", a->calls);
         choice = json_pack("{s:i, s:o, s:o, s:s}", "index", 0, "message", message, "logprobs", logprobs,

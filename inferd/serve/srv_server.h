@@ -10,6 +10,7 @@
 #include "inferd/serve/srv_engine.h"
 #include "inferd/serve/srv_http.h"
 #include "inferd/serve/srv_request.h"
+#include "shm/shm_text.h"
 
 struct srv_server {
     struct event_base *base;
@@ -40,12 +41,6 @@ struct srv_format {
     void (*fail)(struct srv_answer *a, const struct srv_refusal *refusal); /* in the middle of a stream */
 };
 
-struct srv_string {
-    char *text;
-    size_t n, cap;
-};
-int srv_string_add(struct srv_string *s, const char *text, size_t n);
-
 /* One request on its way. */
 struct srv_answer {
     struct srv_server *server;
@@ -60,12 +55,12 @@ struct srv_answer {
     int64_t created;
     struct inf_parser *parser; /* chat only */
     unsigned n_calls;
-    struct srv_string content, reasoning; /* not streamed */
-    json_t *calls;                        /* likewise */
-    json_t *logprobs;                     /* not shown yet */
-    uint32_t text_offset;                 /* completions */
-    char *stops[SRV_STOPS_MAX];           /* the job's, borrowed */
-    int block;                            /* Anthropic: kind of the open block, -1: none */
+    struct shm_text content, reasoning; /* not streamed */
+    json_t *calls;                      /* likewise */
+    json_t *logprobs;                   /* not shown yet */
+    uint32_t text_offset;               /* completions */
+    char *stops[SRV_STOPS_MAX];         /* the job's, borrowed */
+    int block;                          /* Anthropic: kind of the open block, -1: none */
     unsigned n_blocks;
 };
 

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: MIT */
 #include "inferd/serve/srv_text.h"
 
+#include "shm/shm_text.h"
+
 #include <stdlib.h>
 #include <string.h>
 
 struct srv_text {
     char *const *stops;
     unsigned n_stops;
-    char *held; /* out[0..shown), then what is held back up to n */
-    size_t shown, n, cap;
+    struct shm_text held; /* what was shown, then what is held back */
+    size_t shown;         /* bytes */
 };
 
 struct srv_text *srv_text_new(char *const *stops, unsigned n)
@@ -24,7 +26,7 @@ struct srv_text *srv_text_new(char *const *stops, unsigned n)
 void srv_text_free(struct srv_text **text)
 {
     if (*text)
-        free((*text)->held);
+        free((*text)->held.bytes);
     free(*text);
     *text = NULL;
 }
@@ -33,8 +35,8 @@ void srv_text_free(struct srv_text **text)
 static void drop_shown(struct srv_text *t)
 {
     if (t->shown)
-        memmove(t->held, t->held + t->shown, t->n - t->shown);
-    t->n -= t->shown;
+        memmove(t->held.bytes, t->held.bytes + t->shown, t->held.n - t->shown);
+    t->held.n -= t->shown;
     t->shown = 0;
 }
 
@@ -50,25 +52,16 @@ static int fits(const char *stop, const char *at, size_t n)
 int srv_text_push(struct srv_text *t, const char *in, size_t n, const char **ret_out, size_t *ret_n)
 {
     drop_shown(t);
-    if (t->n + n > t->cap) {
-        size_t cap = 2 * t->cap + n + 64;
-        char *held = realloc(t->held, cap);
-        if (!held)
-            return -2;
-        t->held = held;
-        t->cap = cap;
-    }
-    if (n)
-        memcpy(t->held + t->n, in, n);
-    t->n += n;
-    *ret_out = t->held;
+    if (shm_text_add(&t->held, in, n))
+        return -2;
+    *ret_out = t->held.bytes;
     size_t at = 0;
-    for (; at < t->n; at++) {
+    for (; at < t->held.n; at++) {
         int found = -1;
         size_t longest = 0;
         bool maybe = false;
         for (unsigned i = 0; i < t->n_stops; i++) {
-            int f = fits(t->stops[i], t->held + at, t->n - at);
+            int f = fits(t->stops[i], t->held.bytes + at, t->held.n - at);
             size_t len = strlen(t->stops[i]);
             maybe = maybe || f == 0;
             if (f == 1 && len > longest) {
@@ -78,7 +71,7 @@ int srv_text_push(struct srv_text *t, const char *in, size_t n, const char **ret
         }
         if (found >= 0) {
             *ret_n = at;
-            t->n = t->shown = at;
+            t->held.n = t->shown = at;
             return found;
         }
         if (maybe)
@@ -91,6 +84,6 @@ int srv_text_push(struct srv_text *t, const char *in, size_t n, const char **ret
 void srv_text_flush(struct srv_text *t, const char **ret_out, size_t *ret_n)
 {
     drop_shown(t);
-    *ret_out = t->held;
-    *ret_n = t->shown = t->n;
+    *ret_out = t->held.bytes;
+    *ret_n = t->shown = t->held.n;
 }

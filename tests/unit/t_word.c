@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /* The words of options and reports. */
+#include "shm/shm_text.h"
 #include "shm/shm_word.h"
 #include "shm/shm_worker.h"
 
 #include <criterion/criterion.h>
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 TestSuite(word, .timeout = 10);
@@ -80,4 +82,18 @@ Test(word, names_of_anything)
     }
     cr_expect_null(shm_held_off_text(SHM_HELD_NONE));
     cr_expect(strstr(shm_held_off_text(SHM_HELD_FLOOR), "--floor"));
+}
+
+Test(word, a_text_grows_and_keeps_its_first_failure)
+{
+    struct shm_text t = {0};
+    cr_assert(shm_text_add(&t, NULL, 0) == 0 && strcmp(t.bytes, "") == 0);
+    for (int i = 0; i < 3000; i++)
+        cr_assert_eq(shm_text_add(&t, "ab\0", 3), 0);
+    cr_assert(t.n == 9000 && t.bytes[9000] == '\0' && memcmp(t.bytes + 8997, "ab\0", 3) == 0);
+    t.n = 1;
+    cr_assert(shm_text_add(&t, "c", 1) == 0 && strcmp(t.bytes, "ac") == 0);
+    cr_assert_eq(shm_text_add(&t, "d", SIZE_MAX - 1), -ENOMEM);
+    cr_assert(shm_text_add(&t, "d", 1) == -ENOMEM && t.rc == -ENOMEM && strcmp(t.bytes, "ac") == 0);
+    free(t.bytes);
 }
