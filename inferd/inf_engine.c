@@ -272,22 +272,12 @@ int inf_engine_configure(struct inf_engine *e, const struct inf_engine_config *c
     if (old.policy == to->policy && old.order == to->order && old.depth == to->depth &&
         old.link_gbps == to->link_gbps && old.link_latency_us == to->link_latency_us)
         return 0;
-    struct prt_configure_request request = {.session = s->session,
-                                            .policy = to->policy,
-                                            .order = to->order,
-                                            .depth = to->depth,
-                                            .link_gbps = to->link_gbps,
-                                            .link_latency_us = to->link_latency_us};
-    struct prt_configure_reply now;
-    int rc = prt_client_configure(s->client, &request, &now, err);
-    if (rc)
-        return rc;
-    s->settings.policy = now.policy;
-    s->settings.order = now.order;
-    s->settings.depth = now.depth;
-    s->settings.link_gbps = now.link_gbps;
-    s->settings.link_latency_us = now.link_latency_us;
-    return 0;
+    const struct inf_settings set = {.policy = to->policy,
+                                     .order = to->order,
+                                     .depth = to->depth,
+                                     .link_gbps = to->link_gbps,
+                                     .link_latency_us = to->link_latency_us};
+    return inf_store_configure(s, &set, err);
 }
 
 void inf_engine_close(struct inf_engine **engine)

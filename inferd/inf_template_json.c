@@ -81,62 +81,6 @@ static void put_integer(struct shm_text *buf, const json_t *value)
     inf_buf_string(buf, out);
 }
 
-static void dump(struct shm_text *buf, const json_t *value, int indent, int depth)
-{
-    const char *key;
-    json_t *item;
-    size_t i = 0;
-    const char *comma = indent ? "," : ", ";
-    switch (json_typeof(value)) {
-    case JSON_OBJECT:
-        inf_buf_put(buf, "{", 1);
-        json_object_foreach((json_t *)value, key, item)
-        {
-            if (i++)
-                inf_buf_string(buf, comma);
-            if (indent)
-                newline(buf, indent, depth + 1);
-            dump_string(buf, key, strlen(key));
-            inf_buf_put(buf, ": ", 2);
-            dump(buf, item, indent, depth + 1);
-        }
-        if (i && indent)
-            newline(buf, indent, depth);
-        inf_buf_put(buf, "}", 1);
-        break;
-    case JSON_ARRAY:
-        inf_buf_put(buf, "[", 1);
-        json_array_foreach((json_t *)value, i, item)
-        {
-            if (i)
-                inf_buf_string(buf, comma);
-            if (indent)
-                newline(buf, indent, depth + 1);
-            dump(buf, item, indent, depth + 1);
-        }
-        if (i && indent)
-            newline(buf, indent, depth);
-        inf_buf_put(buf, "]", 1);
-        break;
-    case JSON_STRING:
-        dump_string(buf, json_string_value(value), json_string_length(value));
-        break;
-    case JSON_INTEGER:
-        put_integer(buf, value);
-        break;
-    case JSON_REAL:
-        put_real(buf, json_real_value(value));
-        break;
-    default:
-        inf_buf_string(buf, json_is_true(value) ? "true" : json_is_false(value) ? "false" : "null");
-    }
-}
-
-void inf_json_dump(struct shm_text *buf, const json_t *value, int indent)
-{
-    dump(buf, value, indent, 0);
-}
-
 static void repr_string(struct shm_text *buf, const char *text, size_t n)
 {
     char quote = memchr(text, '\'', n) && !memchr(text, '"', n) ? '"' : '\'';
@@ -159,22 +103,35 @@ static void repr_string(struct shm_text *buf, const char *text, size_t n)
     inf_buf_put(buf, &quote, 1);
 }
 
-static void repr(struct shm_text *buf, const json_t *value)
+/* JSON, and what Python's repr() prints, differ in these only. */
+struct words {
+    void (*string)(struct shm_text *buf, const char *text, size_t n);
+    const char *yes, *no, *none;
+};
+static const struct words json_words = {dump_string, "true", "false", "null"},
+                          python_words = {repr_string, "True", "False", "None"};
+
+static void dump(struct shm_text *buf, const struct words *w, const json_t *value, int indent, int depth)
 {
     const char *key;
     json_t *item;
     size_t i = 0;
+    const char *comma = indent ? "," : ", ";
     switch (json_typeof(value)) {
     case JSON_OBJECT:
         inf_buf_put(buf, "{", 1);
         json_object_foreach((json_t *)value, key, item)
         {
             if (i++)
-                inf_buf_put(buf, ", ", 2);
-            repr_string(buf, key, strlen(key));
+                inf_buf_string(buf, comma);
+            if (indent)
+                newline(buf, indent, depth + 1);
+            w->string(buf, key, strlen(key));
             inf_buf_put(buf, ": ", 2);
-            repr(buf, item);
+            dump(buf, w, item, indent, depth + 1);
         }
+        if (i && indent)
+            newline(buf, indent, depth);
         inf_buf_put(buf, "}", 1);
         break;
     case JSON_ARRAY:
@@ -182,13 +139,17 @@ static void repr(struct shm_text *buf, const json_t *value)
         json_array_foreach((json_t *)value, i, item)
         {
             if (i)
-                inf_buf_put(buf, ", ", 2);
-            repr(buf, item);
+                inf_buf_string(buf, comma);
+            if (indent)
+                newline(buf, indent, depth + 1);
+            dump(buf, w, item, indent, depth + 1);
         }
+        if (i && indent)
+            newline(buf, indent, depth);
         inf_buf_put(buf, "]", 1);
         break;
     case JSON_STRING:
-        repr_string(buf, json_string_value(value), json_string_length(value));
+        w->string(buf, json_string_value(value), json_string_length(value));
         break;
     case JSON_INTEGER:
         put_integer(buf, value);
@@ -197,8 +158,13 @@ static void repr(struct shm_text *buf, const json_t *value)
         put_real(buf, json_real_value(value));
         break;
     default:
-        inf_buf_string(buf, json_is_true(value) ? "True" : json_is_false(value) ? "False" : "None");
+        inf_buf_string(buf, json_is_true(value) ? w->yes : json_is_false(value) ? w->no : w->none);
     }
+}
+
+void inf_json_dump(struct shm_text *buf, const json_t *value, int indent)
+{
+    dump(buf, &json_words, value, indent, 0);
 }
 
 void inf_json_str(struct shm_text *buf, const json_t *value)
@@ -206,7 +172,7 @@ void inf_json_str(struct shm_text *buf, const json_t *value)
     if (json_is_string(value))
         inf_buf_put(buf, json_string_value(value), json_string_length(value));
     else
-        repr(buf, value);
+        dump(buf, &python_words, value, 0, 0);
 }
 
 bool inf_json_true(const json_t *value)

@@ -67,19 +67,26 @@ static void rate(const struct inf_tokenizer *tok, struct node *nodes, uint32_t a
     nodes[at].merged = slot->id;
 }
 
+int inf_tokenizer_room(struct inf_tokenizer *tok, size_t bytes)
+{
+    if (bytes <= tok->work_bytes)
+        return 0;
+    void *grown = realloc(tok->work, bytes);
+    if (!grown)
+        return -ENOMEM;
+    tok->work = grown;
+    tok->work_bytes = bytes;
+    return 0;
+}
+
 /* The same in n log n, for words of any length. */
 static int encode_long(struct inf_tokenizer *tok, const unsigned char *word, size_t len,
                        struct inf_ids *ret_ids)
 {
     /* One entry a pair at the start, then at most two for each of the len - 1 merges. */
     size_t heap_bytes = 3 * len * sizeof(uint64_t), need = heap_bytes + len * sizeof(struct node);
-    if (need > tok->work_bytes) {
-        void *grown = realloc(tok->work, need);
-        if (!grown)
-            return -ENOMEM;
-        tok->work = grown;
-        tok->work_bytes = need;
-    }
+    if (inf_tokenizer_room(tok, need))
+        return -ENOMEM;
     struct inf_heap heap = {.keys = tok->work};
     struct node *nodes = (struct node *)((char *)tok->work + heap_bytes);
     uint32_t end = (uint32_t)len;

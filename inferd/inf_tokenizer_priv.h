@@ -79,6 +79,9 @@ struct inf_tokenizer {
  * special token. 0 or -ENOMEM. */
 int inf_spm_encode(struct inf_tokenizer *tok, const char *text, size_t len, struct inf_ids *ret_ids);
 
+/* So many bytes of work. 0 or -ENOMEM; what was in it is kept. */
+int inf_tokenizer_room(struct inf_tokenizer *tok, size_t bytes);
+
 static inline uint64_t inf_pair_key(int32_t left, int32_t right)
 {
     return (uint64_t)(uint32_t)left << 32 | (uint32_t)right;

@@ -101,13 +101,8 @@ int inf_spm_encode(struct inf_tokenizer *tok, const char *text, size_t len, stru
     size_t most = len + 1, heap_bytes = 3 * most * sizeof(uint64_t),
            symbol_bytes = most * sizeof(struct symbol);
     size_t need = heap_bytes + symbol_bytes + most;
-    if (need > tok->work_bytes) {
-        void *grown = realloc(tok->work, need);
-        if (!grown)
-            return -ENOMEM;
-        tok->work = grown;
-        tok->work_bytes = need;
-    }
+    if (inf_tokenizer_room(tok, need))
+        return -ENOMEM;
     struct inf_heap heap = {.keys = tok->work};
     struct symbol *symbols = (struct symbol *)((char *)tok->work + heap_bytes);
     char *bytes = (char *)(symbols + most);
