@@ -4,7 +4,6 @@
 #include "inferd/inf_turn.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,8 +20,9 @@ struct chat {
 };
 
 /* One user message: 0, or an error that ended the turn (it is as if the message had never come). */
-static int turn(struct chat *c, const char *text, size_t bytes, struct shm_error *err)
+static int turn(void *ctx, const char *text, size_t bytes, struct shm_error *err)
 {
+    struct chat *c = ctx;
     struct inf_chat_message message[2];
     struct inf_ids ids = {0};
     struct inf_turn done = {0};
@@ -75,76 +75,19 @@ static int turn(struct chat *c, const char *text, size_t bytes, struct shm_error
     return 0;
 }
 
-/* A line of input without its end; -1 at the end of input. */
-static ssize_t ask(struct chat *c, char **line, size_t *cap)
+static void clear(void *ctx)
 {
-    for (;;) {
-        atomic_store(&inf_cancel, false);
-        if (c->terminal) {
-            fputs("> ", stdout);
-            fflush(stdout);
-        }
-        clearerr(stdin);
-        ssize_t n = atomic_load(&inf_terminate) ? -1 : getline(line, cap, stdin);
-        if (atomic_load(&inf_terminate))
-            return -1;
-        if (n < 0 && atomic_load(&inf_cancel) && !feof(stdin)) {
-            if (!c->terminal)
-                return -1;
-            fputs("\n(/quit ends the conversation)\n", stdout);
-            continue;
-        }
-        while (n > 0 && ((*line)[n - 1] == '\n' || (*line)[n - 1] == '\r'))
-            (*line)[--n] = '\0';
-        return n;
-    }
+    struct chat *c = ctx;
+    inf_conversation_truncate(c->talk.conversation, 0);
+    inf_chat_forget(c->template);
+    c->talk.pending = -1;
+    inf_sampler_reset(c->talk.sampler, c->o.sampler.seed);
 }
 
-/* Whoever reads one object a turn gets one for a turn that failed, too. */
-static void print_failure(const struct chat *c, int rc, const struct shm_error *err)
+static void failed(void *ctx, json_t *turn)
 {
-    json_t *text = json_string(err->code ? shm_error_text(err) : strerror(-rc)); /* NULL: not UTF-8 */
-    json_t *j = json_pack("{s:o, s:I}", "error", text ? text : json_string("failed: see standard error"),
-                          "context_tokens", (json_int_t)c->talk.conversation->n);
-    json_dumpf(j, stdout, JSON_COMPACT);
-    json_decref(j);
-    putchar('\n');
-    fflush(stdout);
-}
-
-static int talk(struct chat *c)
-{
-    char *line = NULL;
-    size_t cap = 0;
-    int status = 0;
-    for (ssize_t n; (n = ask(c, &line, &cap)) >= 0;) {
-        struct shm_error err = {0};
-        if (n == 0)
-            continue;
-        if (strcmp(line, "/quit") == 0 || strcmp(line, "/exit") == 0)
-            break;
-        if (strcmp(line, "/clear") == 0) {
-            inf_conversation_truncate(c->talk.conversation, 0);
-            inf_chat_forget(c->template);
-            c->talk.pending = -1;
-            inf_sampler_reset(c->talk.sampler, c->o.sampler.seed);
-            continue;
-        }
-        if (line[0] == '/') {
-            fputs("/clear forgets the conversation, /quit ends it; Ctrl-C cuts an answer\n", stderr);
-            continue;
-        }
-        int rc = turn(c, line, (size_t)n, &err);
-        status = rc ? inf_cmd_fail(rc, &err) : 0;
-        if (rc && c->o.json)
-            print_failure(c, rc, &err);
-        if (rc == -EUCLEAN || ferror(stdout))
-            break;
-    }
-    free(line);
-    if (atomic_load(&inf_terminate))
-        return 128 + SIGTERM;
-    return status == 130 ? 0 : status; /* cancelling a turn is no failure */
+    struct chat *c = ctx;
+    json_object_set_new(turn, "context_tokens", json_integer(c->talk.conversation->n));
 }
 
 int inf_cmd_chat(int argc, char **argv)
@@ -173,7 +116,9 @@ int inf_cmd_chat(int argc, char **argv)
                 c.engine->model->hparams.name, (double)c.engine->attach_ns / 1e6);
     if (!rc && c.terminal && c.engine->device->note[0])
         fprintf(stderr, "Computing on the host: %s\n", c.engine->device->note);
-    status = rc ? inf_cmd_fail(rc, &err) : talk(&c);
+    const struct inf_lines lines = {
+        .ctx = &c, .terminal = c.terminal, .json = c.o.json, .turn = turn, .clear = clear, .failed = failed};
+    status = rc ? inf_cmd_fail(rc, &err) : inf_cmd_lines(&lines);
     inf_talk_close(&c.talk);
     inf_chat_destroy(&c.template);
     inf_engine_close(&c.engine);

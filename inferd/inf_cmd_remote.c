@@ -7,7 +7,6 @@
 
 #include <errno.h>
 #include <jansson.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,8 +20,8 @@ struct chat {
     json_t *messages;
     bool terminal;
     /* Of the turn that runs. */
-    struct shm_text line, answer,
-        other; /* an event so far; what was written; a body that is no event stream */
+    struct shm_text line, answer; /* an event so far; what was written */
+    struct shm_text other;        /* a body that is no event stream */
     json_t *usage;
     char stop[32], error[512];
     uint64_t start_ns, first_ns;
@@ -113,15 +112,16 @@ static void print_turn(struct chat *c)
 }
 
 /* One user message; on failure it is as if it had never come. */
-static int turn(struct chat *c, const char *text, struct shm_error *err)
+static int turn(void *ctx, const char *text, size_t bytes, struct shm_error *err)
 {
+    struct chat *c = ctx;
     c->line.n = c->answer.n = c->other.n = 0;
     c->stop[0] = c->error[0] = '\0';
     c->first_ns = 0;
     c->start_ns = shm_now_ns();
     json_decref(c->usage);
     c->usage = NULL;
-    json_t *message = json_pack("{s:s, s:s}", "role", "user", "content", text);
+    json_t *message = json_pack("{s:s, s:s%}", "role", "user", "content", text, bytes);
     if (!message)
         return shm_error_set(err, EINVAL, "the line is not UTF-8");
     json_array_append_new(c->messages, message);
@@ -158,64 +158,13 @@ static int turn(struct chat *c, const char *text, struct shm_error *err)
     return 0;
 }
 
-static void clear(struct chat *c)
+static void clear(void *ctx)
 {
+    struct chat *c = ctx;
     json_array_clear(c->messages);
     if (c->o->system)
         json_array_append_new(c->messages,
                               json_pack("{s:s, s:s}", "role", "system", "content", c->o->system));
-}
-
-static int talk(struct chat *c)
-{
-    char *line = NULL;
-    size_t cap = 0;
-    int status = 0;
-    while (!atomic_load(&inf_terminate)) {
-        struct shm_error err = {0};
-        atomic_store(&inf_cancel, false);
-        if (c->terminal) {
-            fputs("> ", stdout);
-            fflush(stdout);
-        }
-        clearerr(stdin);
-        ssize_t n = getline(&line, &cap, stdin);
-        if (n < 0 && atomic_load(&inf_cancel) && !feof(stdin) && c->terminal &&
-            !atomic_load(&inf_terminate)) {
-            fputs("\n(/quit ends the conversation)\n", stdout);
-            continue;
-        }
-        if (n < 0)
-            break;
-        line[strcspn(line, "\r\n")] = '\0';
-        if (!*line)
-            continue;
-        if (strcmp(line, "/quit") == 0 || strcmp(line, "/exit") == 0)
-            break;
-        if (strcmp(line, "/clear") == 0) {
-            clear(c);
-            continue;
-        }
-        if (line[0] == '/') {
-            fputs("/clear forgets the conversation, /quit ends it; Ctrl-C cuts an answer\n", stderr);
-            continue;
-        }
-        int rc = turn(c, line, &err);
-        status = rc ? inf_cmd_fail(rc, &err) : 0;
-        if (rc && c->o->json) {
-            json_t *j = json_pack("{s:s}", "error", err.code ? shm_error_text(&err) : strerror(-rc));
-            json_dumpf(j, stdout, JSON_COMPACT);
-            json_decref(j);
-            putchar('\n');
-            fflush(stdout);
-        }
-        if (ferror(stdout))
-            break;
-    }
-    free(line);
-    if (atomic_load(&inf_terminate))
-        return 128 + SIGTERM;
-    return status == 130 ? 0 : status;
 }
 
 static bool keep(void *ctx, const char *data, size_t n)
@@ -255,7 +204,9 @@ int inf_cmd_remote(const struct inf_options *o)
         clear(&c);
         rc = greet(&c, &err);
     }
-    int status = rc ? inf_cmd_fail(rc, &err) : talk(&c);
+    const struct inf_lines lines = {
+        .ctx = &c, .terminal = c.terminal, .json = o->json, .turn = turn, .clear = clear};
+    int status = rc ? inf_cmd_fail(rc, &err) : inf_cmd_lines(&lines);
     json_decref(c.messages);
     json_decref(c.usage);
     free(c.line.bytes);
