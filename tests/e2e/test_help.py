@@ -133,6 +133,7 @@ WRONG = [
     ("inferd", ["run", "--floor", "0"], "floor"),
     ("inferd", ["run", "--device", "cuda:x"], "--device"),
     ("inferd", ["run", "--top-p", "2"], "top-p"),
+    ("inferd", ["run", "--repeat-penalty", "0"], "penalty"),
     ("inferd", ["run", "--chat-template", "best"], "chatml"),
     ("inferd", ["serve", "--temperature", "-1"], "temperature"),
     ("inferd", ["chat", "hello"], "hello"),

@@ -194,16 +194,10 @@ def test_progress_is_shown_on_a_terminal_only(world):
     assert p.wait(20) == 0 and b"\rreading " in seen and b"tokens (" in seen, seen
 
 
-@pytest.mark.parametrize("options, word", [
-    (["--top-p", "1.5"], "top-p"),
-    (["--repeat-penalty", "0"], "penalty"),
-    (["--prompt-file", "/does/not/exist"], "/does/not/exist"),
-])
-def test_one_line_names_the_option(world, options, word):
+def test_one_line_names_the_file(world):
     world.expertd()
-    prompt = [] if "--prompt-file" in options else ["--prompt", "x"]
-    r = world.inferd("run", *prompt, "--raw", *options, check=False)
-    assert r.returncode == 1 and word in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
+    r = world.inferd("run", "--prompt-file", "/does/not/exist", "--raw", check=False)
+    assert r.returncode == 1 and "/does/not/exist" in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
 
 
 def test_no_expertd_is_one_line(world):
