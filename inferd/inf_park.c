@@ -74,9 +74,9 @@ void inf_park_key(const uint64_t *parent, const int32_t *ids, uint32_t tokens, u
 
 _Static_assert(INF_KV_BLOCK == SHM_PARK_TOKENS, "a slot holds a block");
 
-/* Which program computed the keys and values: another one may have other kernels, and the same kernels through
- * another compiler or other flags give other bits, too, which no version kept by hand would tell. The file is
- * read once in a process's life, which it is one program in. */
+/* Which program computed the keys and values: another one may have other kernels, and the same kernels
+ * through another compiler or other flags give other bits, too, which no version kept by hand would tell. The
+ * file is read once in a process's life, which it is one program in. */
 static int name_build(char *text, size_t bytes)
 {
     static char name[64];
