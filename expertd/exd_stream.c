@@ -32,7 +32,8 @@ struct exd_stream *exd_stream_new(const struct shm_arena_view *arena, const stru
     s->last_copy = calloc(g->layers, sizeof *s->last_copy);
     s->expected_row = calloc(g->experts, sizeof *s->expected_row);
     if (!s->walk || !s->resident || !s->routed || !s->issued || !s->spoken || !s->published ||
-        !s->published_at_ns || !s->last_copy || !s->expected_row)
+        !s->published_at_ns || !s->last_copy || !s->expected_row ||
+        exd_starved_init(&s->starved, g->layers, g->groups_per_layer))
         exd_stream_free(&s);
     return s;
 }
@@ -51,6 +52,7 @@ void exd_stream_free(struct exd_stream **stream)
     free(s->published_at_ns);
     free(s->last_copy);
     free(s->expected_row);
+    exd_starved_free(&s->starved);
     exd_trace_free(&s->trace);
     free(s);
     *stream = NULL;
@@ -114,6 +116,7 @@ int exd_stream_begin(struct exd_stream *s, uint64_t seq, uint64_t group_base,
     s->groups = (uint64_t)g->layers * g->groups_per_layer;
     s->released = s->signalled = s->bytes = s->copies = s->landed = 0;
     s->landed_layers = 0;
+    exd_starved_begin(&s->starved);
     s->counted_busy_ns = s->counted_wait_ns = 0;
     s->cpu_ns = exd_stream_cpu_now_ns();
     s->published_ns = s->period_ns = 0;

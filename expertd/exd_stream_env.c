@@ -26,7 +26,14 @@ uint64_t exd_stream_released(struct exd_stream *s)
     uint64_t now_ns = shm_now_ns();
     exd_event_release_seen(s->events, now_ns, s->seq, released);
     shm_counter_set(&worker(s)->link.progress_at_ns, now_ns);
-    return s->released = released;
+    s->released = released;
+    exd_stream_look_starved(s, now_ns);
+    return released;
+}
+
+void exd_stream_look_starved(struct exd_stream *s, uint64_t now_ns)
+{
+    exd_starved_look(&s->starved, s->released, s->landed, s->published, now_ns);
 }
 
 uint64_t exd_stream_landed(struct exd_stream *s)
@@ -37,6 +44,7 @@ uint64_t exd_stream_landed(struct exd_stream *s)
         exd_trace_event(s->trace, EXD_TRACE_LANDED, landed);
         if (s->link->poll_ns) /* else its thread tells of each */
             exd_event_land_seen(s->events, s->seq, landed);
+        exd_stream_look_starved(s, shm_now_ns());
         exd_stream_count_lags(s);
     }
     return landed;
@@ -82,6 +90,7 @@ const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer
     s->published_layers++;
     uint64_t now_ns = shm_now_ns();
     see_publication(s, layer, now_ns);
+    exd_stream_look_starved(s, now_ns);
     exd_event_publish_seen(s->events, now_ns, s->seq, layer, shm_mask_count(&mask, s->geometry.experts),
                            route->published_ns);
     exd_trace_layer(s->trace, layer, route->published_ns);
@@ -216,6 +225,8 @@ static int env_signal(void *ctx, uint64_t groups)
     struct exd_stream *s = ctx;
     s->signalled = groups;
     exd_trace_event(s->trace, EXD_TRACE_SIGNALLED, groups);
+    exd_starved_signal(&s->starved, groups, s->copies);
+    exd_stream_look_starved(s, shm_now_ns()); /* no copy of it may be under way any more */
     exd_stream_count_lags(s);
     return krn_link_signal(s->link, s->group_base + groups);
 }

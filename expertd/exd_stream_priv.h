@@ -5,6 +5,7 @@
 #define EXD_STREAM_PRIV_H
 
 #include "expertd/exd_event.h"
+#include "expertd/exd_starved.h"
 #include "expertd/exd_stream.h"
 #include "expertd/exd_trace.h"
 #include "expertd/exd_trust.h"
@@ -38,6 +39,7 @@ struct exd_stream {
     uint64_t bytes, copies;
     uint32_t landed_layers;                    /* layers whose last copy has landed */
     uint64_t counted_busy_ns, counted_wait_ns; /* of this stream, so far */
+    struct exd_starved starved;                /* on a link that nobody tells of landings */
     uint64_t published_ns, period_ns;          /* the last publication; least time between two lately */
     struct shm_error violation;
 };
@@ -54,6 +56,9 @@ void exd_stream_env(struct exd_stream *stream, struct exd_walk_env *ret_env);
  * protocol is not believed: it is kept as the violation. */
 uint64_t exd_stream_released(struct exd_stream *stream);
 uint64_t exd_stream_landed(struct exd_stream *stream);
+
+/* Something of what exd_starved_look asks has changed. */
+void exd_stream_look_starved(struct exd_stream *stream, uint64_t now_ns);
 
 /* The layer's routing set once published, else NULL; looks at shared memory the first time. */
 const struct shm_mask *exd_stream_published(struct exd_stream *stream, uint32_t layer);

@@ -24,11 +24,18 @@ static void count_times(struct exd_stream *s, uint64_t busy_ns, uint64_t wait_ns
     }
 }
 
+/* Where the host computes, the worker has a clock beside its waits; a GPU waits by itself. */
+static uint64_t waited_ns(const struct exd_stream *s)
+{
+    return s->link->poll_ns ? exd_starved_ns(&s->starved, shm_now_ns())
+                            : atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed);
+}
+
 static void count_times_so_far(struct exd_stream *s)
 {
     struct krn_link_stats link;
     krn_link_stats(s->link, &link);
-    count_times(s, link.mark_busy_ns, atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed));
+    count_times(s, link.mark_busy_ns, waited_ns(s));
 }
 
 void exd_stream_count_lags(struct exd_stream *s)
@@ -183,7 +190,7 @@ void exd_stream_end(struct exd_stream *s, uint32_t result, uint64_t drain_ns, co
         .bytes = s->bytes,
         .link_ns = link.mark_busy_ns,
         .span_ns = link.first_ns ? link.last_ns - link.first_ns : 0,
-        .wait_ns = atomic_load_explicit(&worker(s)->wait_ns, memory_order_relaxed),
+        .wait_ns = waited_ns(s),
         .outstanding_max = c.outstanding_max,
         .cpu_ns = exd_stream_cpu_now_ns() - s->cpu_ns,
     };

@@ -271,7 +271,7 @@ static int read_batch(struct inf_engine *e, struct batch *b, struct shm_error *e
     if ((rc = run_pass(e, b, &pass, &chunk, err)))
         goto undo;
     chunk.ns = shm_now_ns() - start_ns;
-    if (pass.stream)
+    if (pass.stream && e->device->kind == PRT_DEVICE_HOST) /* a GPU waits by itself: expertd's word */
         chunk.stream.wait_ns = inf_stream_wait_ns(pass.stream);
     for (uint32_t i = 0; i < b->pieces; i++) {
         struct inf_conversation *c = piece[i].c;

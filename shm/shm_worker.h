@@ -154,7 +154,7 @@ _Static_assert(sizeof(struct shm_descriptor) == 32, "shared layout");
 #define SHM_STREAM_KNOWN    2u /* for measurements: predicted holds all layers' counts from the start */
 
 /* What became of one chunk; written by expertd under the generation word.
- * wait_ns is the worker's own (worker.wait_ns), copied. */
+ * wait_ns is the worker's own (worker.wait_ns), copied; of a GPU, which waits by itself, what expertd saw. */
 struct shm_report {
     _Atomic uint64_t generation; /* odd while written; 2 * seq when whole (release; readers re-check) */
     uint64_t seq;
@@ -169,7 +169,7 @@ struct shm_report {
     uint64_t wasted_bytes;    /* of them, for entries no token routed to */
     uint64_t link_ns;         /* link busy with this stream's copies */
     uint64_t span_ns;         /* first issue to last landing */
-    uint64_t wait_ns;         /* worker asleep for groups */
+    uint64_t wait_ns;         /* worker waited for groups */
     uint64_t outstanding_max; /* most copies not landed when a guess was issued (full: any copy) */
     uint64_t cpu_ns;          /* of the issuer's thread */
     uint64_t reserved[2];
@@ -185,8 +185,8 @@ struct shm_worker {
     _Atomic uint64_t stream_seq;      /* release after the descriptor; expertd: acquire */
     _Atomic uint64_t released_groups; /* release after the group's last read; expertd: acquire */
     _Atomic uint64_t cancel_seq;      /* release; expertd: acquire */
-    _Atomic uint64_t wait_ns;         /* of the current stream; relaxed, before released_groups */
-    _Atomic uint64_t layer;           /* being computed, for tools; relaxed */
+    _Atomic uint64_t wait_ns; /* of the current stream, host device; relaxed, before released_groups */
+    _Atomic uint64_t layer;   /* being computed, for tools; relaxed */
     uint64_t pad1[3];
     struct shm_descriptor descriptor; /* before stream_seq */
     uint8_t pad2[32];
