@@ -22,8 +22,16 @@ struct inf_park {
     uint8_t *base;
     uint64_t bytes, slot_bytes;
     uint32_t slots, batch;
-    uint8_t *copy; /* [SHM_PARK_HEAD_BYTES + block_bytes] ours alone, a stage of the device */
-    uint64_t copy_bytes;
+    struct krn_pool *pool;
+    uint8_t *
+        copy; /* [stages][copy_stride]: [SHM_PARK_HEAD_BYTES + block_bytes] each, ours alone, of the device */
+    uint64_t copy_bytes, copy_stride;
+    uint32_t stages;
+    struct fetched {
+        const uint64_t *checksum;
+        uint32_t slot;
+        bool fits;
+    } fetched[INF_PARK_STAGES];
 };
 
 static int call_open(void *ctx, struct prt_parkopen_request *request, struct prt_parkopen_reply *ret_reply,
@@ -156,8 +164,10 @@ int inf_park_open(const struct inf_park_config *c, struct inf_park **ret_park, s
                              (unsigned long long)reply.slot_bytes, (unsigned long long)request.block_bytes);
     struct inf_park *p = calloc(1, sizeof *p);
     void *base = NULL, *copy = NULL;
+    const uint32_t threads = c->pool ? krn_pool_threads(c->pool) : 1;
+    const uint32_t stages = threads < INF_PARK_STAGES ? threads : INF_PARK_STAGES;
     uint64_t bytes = 0;
-    rc = p ? stage_open(c->device, SHM_PARK_HEAD_BYTES + request.block_bytes, &copy, err)
+    rc = p ? stage_open(c->device, stages * reply.slot_bytes, &copy, err)
            : shm_error_set(err, ENOMEM, "park: no memory: free some");
     if (!rc)
         rc = prt_file_map_path(reply.park_path, reply.park_bytes, true, &base, &bytes, err);
@@ -174,8 +184,11 @@ int inf_park_open(const struct inf_park_config *c, struct inf_park **ret_park, s
                            .bytes = bytes,
                            .slot_bytes = reply.slot_bytes,
                            .slots = reply.slots,
+                           .pool = c->pool,
                            .copy = copy,
-                           .copy_bytes = SHM_PARK_HEAD_BYTES + request.block_bytes};
+                           .copy_bytes = SHM_PARK_HEAD_BYTES + request.block_bytes,
+                           .copy_stride = reply.slot_bytes,
+                           .stages = stages};
     uint64_t batch = BATCH_BYTES / p->slot_bytes;
     p->batch = batch < 1 ? 1 : batch > PRT_PARK_BATCH ? PRT_PARK_BATCH : (uint32_t)batch;
     *ret_park = p;
@@ -236,19 +249,47 @@ int inf_park_peek(const struct inf_park *p, uint32_t slot, struct shm_park_head 
     return 0;
 }
 
-int inf_park_load(struct inf_park *p, uint32_t slot, const uint64_t *checksum, const uint64_t *parent,
-                  uint32_t block, struct shm_park_head *ret_head, struct shm_error *err)
+static uint8_t *copy_of(const struct inf_park *p, uint32_t i)
 {
-    const uint8_t *at = slot_at(p, slot);
+    return p->copy + i * p->copy_stride;
+}
+
+static void fetch_one(void *arg, uint32_t i, uint32_t thread)
+{
+    struct inf_park *p = arg;
+    struct fetched *f = &p->fetched[i];
+    const uint8_t *at = slot_at(p, f->slot);
+    (void)thread;
+    f->fits = false;
     if (!at)
-        return shm_error_set(err, EBADMSG, "park: there is no slot %u", slot);
-    memcpy(p->copy, at, p->copy_bytes);
-    XXH128_hash_t sum = XXH3_128bits(p->copy, p->copy_bytes);
-    if (sum.low64 != checksum[0] || sum.high64 != checksum[1])
+        return;
+    memcpy(copy_of(p, i), at, p->copy_bytes);
+    XXH128_hash_t sum = XXH3_128bits(copy_of(p, i), p->copy_bytes);
+    f->fits = sum.low64 == f->checksum[0] && sum.high64 == f->checksum[1];
+}
+
+uint32_t inf_park_fetch(struct inf_park *p, const uint32_t *slot, const uint64_t *checksum, uint32_t n)
+{
+    n = n < p->stages ? n : p->stages;
+    for (uint32_t i = 0; i < n; i++)
+        p->fetched[i] = (struct fetched){.slot = slot[i], .checksum = checksum + 2 * i};
+    if (n > 1)
+        krn_pool_run(p->pool, n, fetch_one, p);
+    else
+        fetch_one(p, 0, 0);
+    return n;
+}
+
+int inf_park_load(struct inf_park *p, uint32_t i, const uint64_t *parent, uint32_t block,
+                  struct shm_park_head *ret_head, struct shm_error *err)
+{
+    const uint32_t slot = p->fetched[i].slot;
+    const uint8_t *copy = copy_of(p, i);
+    if (!p->fetched[i].fits)
         return shm_error_set(err, EBADMSG, "park: slot %u does not fit its checksum", slot);
     struct shm_park_head head;
     uint64_t key[2];
-    memcpy(&head, p->copy, sizeof head);
+    memcpy(&head, copy, sizeof head);
     if (head.tokens < 1 || head.tokens > SHM_PARK_TOKENS || head.exact > head.tokens ||
         head.block_bytes != p->copy_bytes - SHM_PARK_HEAD_BYTES ||
         memcmp(head.parent, parent, sizeof head.parent) != 0)
@@ -256,7 +297,7 @@ int inf_park_load(struct inf_park *p, uint32_t slot, const uint64_t *checksum, c
     inf_park_key(parent, head.ids, head.tokens, key);
     if (memcmp(key, head.key, sizeof key) != 0)
         return shm_error_set(err, EBADMSG, "park: slot %u holds a block under a wrong key", slot);
-    int rc = p->device->ops->kv_write(p->device, block, p->copy + SHM_PARK_HEAD_BYTES, err);
+    int rc = p->device->ops->kv_write(p->device, block, copy + SHM_PARK_HEAD_BYTES, err);
     if (!rc)
         *ret_head = head;
     return rc;

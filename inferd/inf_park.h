@@ -15,7 +15,11 @@
 #define INF_PARK_H
 
 #include "inferd/inf_device.h"
+#include "kernels/krn_pool.h"
 #include "shm/shm_park.h"
+
+#define INF_PARK_STAGES                                                                                      \
+    4u /* slots fetched at once: each takes a block's memory, and soon memory itself is the limit */
 
 struct inf_park;
 
@@ -43,6 +47,7 @@ struct inf_park_config {
     struct inf_device *device; /* borrowed; has its model */
     uint8_t model[16];         /* fingerprint */
     const char *build;         /* NULL: of this program's file */
+    struct krn_pool *pool;     /* borrowed; fetches several slots at once, from the same thread; NULL: one */
     bool exact;                /* its blocks are none of a worker for which this is otherwise */
 };
 
@@ -53,8 +58,8 @@ void inf_park_close(struct inf_park **park);
 uint64_t inf_park_bytes(const struct inf_park *park);
 uint32_t inf_park_batch(const struct inf_park *park); /* blocks to reserve at once: 1 .. PRT_PARK_BATCH */
 
-/* Blocks of so many keys (two words each), the first continuing parent; then inf_park_load, then
- * inf_park_done, which says which ones were wrong. */
+/* Blocks of so many keys (two words each), the first continuing parent; then inf_park_fetch and
+ * inf_park_load, then inf_park_done, which says which ones were wrong. */
 int inf_park_find(struct inf_park *park, const uint64_t *parent, const uint64_t *key, uint32_t keys,
                   struct prt_parkfind_reply *ret_reply, struct shm_error *err);
 int inf_park_done(struct inf_park *park, const uint32_t *wrong_slot, uint32_t wrong, struct shm_error *err);
@@ -62,10 +67,14 @@ int inf_park_done(struct inf_park *park, const uint32_t *wrong_slot, uint32_t wr
 /* The head of a slot as it is now: a hint, to be checked again after loading. 0 or -ERANGE. */
 int inf_park_peek(const struct inf_park *park, uint32_t slot, struct shm_park_head *ret_head);
 
-/* The keys and values of a found slot into the device's block. -EBADMSG: its bytes do not fit checksum,
- * parent or themselves; device errors. */
-int inf_park_load(struct inf_park *park, uint32_t slot, const uint64_t *checksum, const uint64_t *parent,
-                  uint32_t block, struct shm_park_head *ret_head, struct shm_error *err);
+/* Copies of the first of these found slots, of up to n >= 1, with their checksums (two words each) compared:
+ * how many. */
+uint32_t inf_park_fetch(struct inf_park *park, const uint32_t *slot, const uint64_t *checksum, uint32_t n);
+
+/* The keys and values of the i-th slot that was fetched into the device's block. -EBADMSG: its bytes do not
+ * fit the checksum, parent or themselves; device errors. */
+int inf_park_load(struct inf_park *park, uint32_t i, const uint64_t *parent, uint32_t block,
+                  struct shm_park_head *ret_head, struct shm_error *err);
 
 int inf_park_reserve(struct inf_park *park, const uint64_t *key, const uint64_t *parent, uint32_t blocks,
                      struct prt_parkreserve_reply *ret_reply, struct shm_error *err);

@@ -24,6 +24,7 @@
 struct inf_prefix;
 struct inf_store;
 struct inf_park_config;
+struct krn_pool;
 
 struct inf_prefix_config {
     struct inf_kv_pool *pool; /* borrowed */
@@ -32,6 +33,7 @@ struct inf_prefix_config {
      * behind those: a device may compute generated tokens by other kernels, whose bits differ
      * (inf_pass.generated). */
     bool exact;
+    struct krn_pool *threads; /* borrowed; fetch parked blocks, run from the device's thread; NULL: none */
     /* For tests: expertd's part, instead of the store; and the time, instead of shm_now_ns. */
     const struct inf_park_config *park;
     uint64_t (*now_ns)(void);

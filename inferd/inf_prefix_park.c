@@ -145,6 +145,7 @@ bool inf_prefix_park_look(struct inf_prefix *p)
         memcpy(config.model, p->config.store->fingerprint, sizeof config.model);
     }
     config.exact = p->config.exact;
+    config.pool = p->config.threads;
     int rc = inf_park_open(&config, &p->park, &err);
     if (rc) {
         failed(p, rc, &err);
@@ -171,10 +172,10 @@ static void tell_ignored(struct inf_prefix *p, const struct prt_parkfind_reply *
     snprintf(p->stats.park_reason, sizeof p->stats.park_reason, "%s", why);
 }
 
-/* A found slot becomes a child of `at`: of exactly these tokens if `ids` is given. -EBADMSG: it is wrong;
- * -ENOSPC: no block to be had. */
-static int load_one(struct inf_prefix *p, struct inf_node *at, uint32_t slot, const uint64_t *checksum,
-                    const int32_t *ids, struct inf_node **ret_node, struct shm_error *err)
+/* The i-th slot that was fetched becomes a child of `at`: of exactly these tokens if `ids` is given.
+ * -EBADMSG: it is wrong; -ENOSPC: no block to be had. */
+static int load_one(struct inf_prefix *p, struct inf_node *at, uint32_t i, const int32_t *ids,
+                    struct inf_node **ret_node, struct shm_error *err)
 {
     struct shm_park_head head;
     uint32_t block;
@@ -183,9 +184,9 @@ static int load_one(struct inf_prefix *p, struct inf_node *at, uint32_t slot, co
         rc = inf_kv_pool_take(p->pool, &block);
     if (rc)
         return rc;
-    rc = inf_park_load(p->park, slot, checksum, at->key, block, &head, err);
+    rc = inf_park_load(p->park, i, at->key, block, &head, err);
     if (!rc && ids && (head.tokens != INF_KV_BLOCK || memcmp(head.ids, ids, sizeof head.ids) != 0))
-        rc = shm_error_set(err, EBADMSG, "park: slot %u holds other tokens", slot);
+        rc = shm_error_set(err, EBADMSG, "park: a slot holds other tokens than its key says");
     if (!rc && !inf_node_find(at, head.ids, head.tokens)) {
         *ret_node = inf_node_add(p, at, head.ids, head.tokens, head.exact, block);
         if (*ret_node) {
@@ -218,8 +219,10 @@ static void load_best(struct inf_prefix *p, struct inf_node *at, const struct pr
             best = i;
         }
     }
-    if (best != UINT32_MAX &&
-        load_one(p, at, r->slot[best], &r->checksum[2 * best], NULL, &loaded, &err) == -EBADMSG)
+    if (best == UINT32_MAX)
+        return;
+    inf_park_fetch(p->park, &r->slot[best], &r->checksum[2 * best], 1);
+    if (load_one(p, at, 0, NULL, &loaded, &err) == -EBADMSG)
         wrong[(*n_wrong)++] = r->slot[best];
 }
 
@@ -242,10 +245,13 @@ struct inf_node *inf_prefix_park_load(struct inf_prefix *p, struct inf_node *at,
         return at;
     }
     tell_ignored(p, &r);
-    for (; loaded < r.found; loaded++) {
+    for (uint32_t first = 0, fetched = 0; loaded < r.found; loaded++) {
         struct inf_node *node = NULL;
-        rc = load_one(p, at, r.slot[loaded], &r.checksum[2 * loaded], ids + loaded * INF_KV_BLOCK, &node,
-                      &err);
+        if (loaded == first + fetched) {
+            first = loaded;
+            fetched = inf_park_fetch(p->park, &r.slot[first], &r.checksum[2 * first], r.found - first);
+        }
+        rc = load_one(p, at, loaded - first, ids + loaded * INF_KV_BLOCK, &node, &err);
         if (rc == -EBADMSG)
             wrong[n_wrong++] = r.slot[loaded];
         if (rc || !node)

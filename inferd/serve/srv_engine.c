@@ -13,9 +13,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#define RETRY_MS     500u  /* an attempt to attach */
-#define PARK_MS      2000u /* at the end, for what is not parked yet */
-#define SAMPLERS_MAX 8u    /* threads that sample */
+#define RETRY_MS    500u  /* an attempt to attach */
+#define PARK_MS     2000u /* at the end, for what is not parked yet */
+#define HELPERS_MAX 8u    /* threads that sample, and fetch parked blocks */
 
 const char *srv_state_name(enum srv_state state)
 {
@@ -80,11 +80,11 @@ static void fill_info(struct srv_engine *e)
     atomic_store(&e->informed, true);
 }
 
-static uint32_t samplers(void)
+static uint32_t helpers(void)
 {
     cpu_set_t set;
     uint32_t n = sched_getaffinity(0, sizeof set, &set) ? 1 : (uint32_t)CPU_COUNT(&set);
-    return n < SAMPLERS_MAX ? n : SAMPLERS_MAX;
+    return n < HELPERS_MAX ? n : HELPERS_MAX;
 }
 
 static int open_engine(struct srv_engine *e, struct shm_error *err)
@@ -105,12 +105,14 @@ static int open_engine(struct srv_engine *e, struct shm_error *err)
     e->held = calloc(e->engine->pool->blocks, sizeof *e->held);
     if (!e->held)
         return shm_error_set(err, ENOMEM, "no memory for the table of blocks: free some");
-    const struct inf_prefix_config prefix = {
-        .pool = e->engine->pool, .store = &e->engine->store, .exact = o->serve.exact_prefix};
+    if (e->config.parallel > 1 && (rc = krn_pool_create(helpers(), &e->pool)))
+        return shm_error_set(err, -rc, "threads that sample and fetch cannot be started: %s", strerror(-rc));
+    const struct inf_prefix_config prefix = {.pool = e->engine->pool,
+                                             .store = &e->engine->store,
+                                             .exact = o->serve.exact_prefix,
+                                             .threads = e->pool};
     if ((rc = inf_prefix_create(&prefix, &e->prefix)))
         return rc;
-    if (e->config.parallel > 1 && (rc = krn_pool_create(samplers(), &e->pool)))
-        return shm_error_set(err, -rc, "threads that sample cannot be started: %s", strerror(-rc));
     return 0;
 }
 

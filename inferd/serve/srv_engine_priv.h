@@ -56,7 +56,7 @@ struct srv_engine {
     bool park_stuck;                 /* something is due that can't be parked: no hurry */
     float *logits[SRV_PARALLEL_MAX]; /* not in use: rows for sequences to come */
     unsigned n_logits;
-    struct krn_pool *pool; /* samples */
+    struct krn_pool *pool; /* samples, fetches parked blocks */
     struct srv_speed read; /* of prompts */
     uint64_t step_ns;      /* the last step of all answers, sampling included */
 };

@@ -83,7 +83,8 @@ struct worker {
     struct inf_prefix *prefix;
     struct inf_park_config park;
     struct exd_park *expertd;
-    int broken; /* errno that calls give */
+    struct krn_pool *threads; /* every other worker has some */
+    int broken;               /* errno that calls give */
 };
 
 #define CALL(name, what)                                                                                     \
@@ -123,8 +124,13 @@ static void start(struct worker *w, struct exd_park *expertd, const char *build,
                                        .session = ++sessions,
                                        .device = &w->device.base,
                                        .build = build};
-    struct inf_prefix_config c = {
-        .pool = w->pool, .exact = exact, .park = expertd ? &w->park : NULL, .now_ns = now_ns};
+    if (sessions % 2)
+        cr_assert_eq(krn_pool_create(3, &w->threads), 0);
+    struct inf_prefix_config c = {.pool = w->pool,
+                                  .exact = exact,
+                                  .threads = w->threads,
+                                  .park = expertd ? &w->park : NULL,
+                                  .now_ns = now_ns};
     cr_assert_eq(inf_prefix_create(&c, &w->prefix), 0);
 }
 
@@ -132,6 +138,7 @@ static void start(struct worker *w, struct exd_park *expertd, const char *build,
 static void end(struct worker *w)
 {
     inf_prefix_destroy(&w->prefix);
+    krn_pool_destroy(&w->threads);
     cr_assert_eq(w->pool->free, w->pool->blocks, "every block was given back");
     inf_kv_pool_destroy(&w->pool);
     if (w->expertd)
