@@ -77,22 +77,28 @@ int srv_listen(const char *where, char ret_name[static 128], bool *ret_public, b
         bool brackets = n >= 2 && where[0] == '[' && where[n - 1] == ']';
         snprintf(host, sizeof host, "%.*s", (int)(brackets ? n - 2 : n), where + brackets);
     }
+    /* getaddrinfo() takes larger ones, and cuts them to 16 bits. */
+    size_t digits = strspn(port, "0123456789");
+    bool number = digits && digits <= 5 && !port[digits] && atoi(port) <= 65535;
     const struct addrinfo hints = {.ai_family = AF_UNSPEC,
                                    .ai_socktype = SOCK_STREAM,
                                    .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE};
     struct addrinfo *a = NULL;
-    if (n >= sizeof host || !*port || getaddrinfo(*host ? host : NULL, port, &hints, &a) || !a)
+    if (n >= sizeof host || !number || getaddrinfo(*host ? host : NULL, port, &hints, &a) || !a)
         return shm_error_set(
             err, EINVAL,
-            "--listen %.100s: not ADDRESS:PORT with an address in numbers, such as 127.0.0.1:8080 "
-            "or [::1]:8080",
+            "--listen %.100s: not ADDRESS:PORT with an address in numbers and a port up to 65535, such as "
+            "127.0.0.1:8080 or [::1]:8080",
             where);
     int one = 1;
     fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one) ||
         bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 1024)) {
         rc = shm_error_set(err, errno, "--listen %.100s: %s%s", where, strerror(errno),
-                           errno == EADDRINUSE ? ": another program listens there; choose another port" : "");
+                           errno == EADDRINUSE      ? ": another program listens there; choose another port"
+                           : errno == EADDRNOTAVAIL ? ": no address of this host; 'ip address' lists them"
+                           : errno == EACCES        ? ": not permitted; choose a port from 1024 on"
+                                                    : "");
         if (fd >= 0)
             close(fd);
         freeaddrinfo(a);
