@@ -79,6 +79,10 @@ static int open_client(struct inf_store *s, uint32_t wait_ms, struct shm_error *
         int rc = prt_client_open(s->config.runtime_dir, s->config.instance, 0, &s->client, err);
         if (!rc)
             rc = prt_client_wait_serving(s->client, PRT_CALL_TIMEOUT_MS, err);
+        /* One that drains would refuse, and log it, as often as it is asked. acquire as for any state */
+        if (!rc && atomic_load_explicit(&prt_client_store(s->client)->state, memory_order_acquire) ==
+                       SHM_STORE_DRAINING)
+            rc = shm_error_set(err, ESHUTDOWN, "expertd is ending: attach to the next one");
         if (!rc)
             return 0;
         prt_client_close(&s->client);
