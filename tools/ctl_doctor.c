@@ -96,7 +96,8 @@ static int show(const struct doctor *d, bool json)
                                  (int)count[DOCTOR_PROBLEM], "warnings", (int)count[DOCTOR_WARNING],
                                  "findings", list));
     else
-        printf("%u problems, %u warnings\n", count[DOCTOR_PROBLEM], count[DOCTOR_WARNING]);
+        printf("%u problem%s, %u warning%s\n", count[DOCTOR_PROBLEM], count[DOCTOR_PROBLEM] == 1 ? "" : "s",
+               count[DOCTOR_WARNING], count[DOCTOR_WARNING] == 1 ? "" : "s");
     return count[DOCTOR_PROBLEM] ? CTL_EXIT_PROBLEM : CTL_EXIT_OK;
 }
 

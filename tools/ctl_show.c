@@ -284,15 +284,20 @@ int ctl_show_status(const struct ctl_snapshot *n, const struct ctl_options *opti
     if (n->suspended)
         printf("warning    expertd is stopped (SIGSTOP): nothing moves until kill -CONT %u\n",
                s->header.writer_pid);
+    else if (n->liveness == PRT_STALE)
+        puts("warning    it died: start it again with expertd --model FILE; what follows is as it was then");
     else if (stalled(n))
         printf("warning    its main loop has not moved for %.1f s: it is stuck\n",
                (double)heartbeat_age_ms(s) / 1e3);
-    printf("model      %.128s, %.1024s\n", s->model_name, s->model_path);
-    printf("arena      %.1f MB, generation %" PRIu64 ", %s, %s, %.1024s\n", (double)s->arena_bytes / 1e6,
-           n->counters[SHM_STORE_WORD_ARENA_GENERATION], atomic_load(&s->pinned) ? "pinned" : "not pinned",
-           atomic_load(&s->huge_pages) ? "huge pages" : "small pages", s->arena_path);
+    printf("model      %.128s%s%.1024s\n", s->model_name, s->model_name[0] ? ", " : "", s->model_path);
+    if (s->arena_bytes)
+        printf("arena      %.1f MB, generation %" PRIu64 ", %s, %s, %.1024s\n", (double)s->arena_bytes / 1e6,
+               n->counters[SHM_STORE_WORD_ARENA_GENERATION],
+               atomic_load(&s->pinned) ? "pinned" : "not pinned",
+               atomic_load(&s->huge_pages) ? "huge pages" : "small pages", s->arena_path);
     print_load(n);
-    printf("device     %.128s\n", s->device);
+    if (s->device[0])
+        printf("device     %.128s\n", s->device);
     if (shm_counter_get(&s->counters.park_bytes))
         printf("park       %.1f of %.1f MB, %" PRIu64 " blocks; %" PRIu64 " taken in, %" PRIu64
                " given out, %" PRIu64 " ignored, %" PRIu64 " given up, %" PRIu64 " wrong\n",

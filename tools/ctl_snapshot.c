@@ -125,9 +125,14 @@ void ctl_snapshot_take(struct prt_client *client, uint32_t only_pid, struct ctl_
         const void *base;
         if (!w->alive)
             snprintf(w->why, sizeof w->why, "process %u is gone", pid);
-        else if (prt_client_map_worker(&w->row, &layout, &base, &err))
-            snprintf(w->why, sizeof w->why, "%s", shm_error_text(&err));
-        else if (shm_header_check_counters(base, "control segment", &err)) {
+        else if (prt_client_map_worker(&w->row, &layout, &base, &err)) {
+            if (n->liveness == PRT_LIVE)
+                snprintf(w->why, sizeof w->why, "%s", shm_error_text(&err));
+            else /* it has let go of the segment */
+                snprintf(w->why, sizeof w->why,
+                         "expertd (pid %u) has ended, this worker waits for the next one",
+                         n->store->header.writer_pid);
+        } else if (shm_header_check_counters(base, "control segment", &err)) {
             snprintf(w->why, sizeof w->why, "%s", shm_error_text(&err));
             munmap((void *)base, layout.total_bytes);
         } else {
