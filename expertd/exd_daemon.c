@@ -320,7 +320,8 @@ static int set_up(struct exd_daemon *d, struct shm_error *err)
         return rc;
     char *model = realpath(o->model, NULL);
     if (!model)
-        return shm_error_set(err, errno, "model %s: %s", o->model, strerror(errno));
+        return shm_error_set(err, errno, "model %s: %s: name another with --model", o->model,
+                             strerror(errno));
     size_t n = strlen(model);
     if (n < sizeof(d->model_path))
         memcpy(d->model_path, model, n + 1);

@@ -145,7 +145,8 @@ int exd_device_end(struct exd_device *d, struct shm_error *err)
     join(d);
     const char *why = shm_error_text(&d->opened_error);
     if (d->opened < 0 && d->kind == EXD_DEVICE_CUDA)
-        return shm_error_set(err, d->opened, "--device cuda: %.400s", why);
+        return shm_error_set(err, d->opened, "--device cuda: %.400s; --device host copies to host memory",
+                             why);
     if (d->opened < 0) {
         be_host(d, d->kind == EXD_DEVICE_HOST ? "--device host" : why);
         if (d->kind == EXD_DEVICE_AUTO)

@@ -288,7 +288,8 @@ int inf_launch(const char *runtime_dir, const char *instance, const char *model_
 {
     char path[PATH_MAX], name[PRT_INSTANCE_MAX + 1];
     if (!realpath(model_path, path))
-        return shm_error_set(err, errno, "model file %s: %s", model_path, strerror(errno));
+        return shm_error_set(err, errno, "model file %s: %s: name another with --model", model_path,
+                             strerror(errno));
     enum found found;
     struct prt_paths paths;
     int lock_fd = -1;

@@ -177,7 +177,8 @@ static int open_socket(const char *where, struct shm_error *err)
     if (fd >= 0)
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (fd < 0 || bind(fd, (struct sockaddr *)&address, bytes) || listen(fd, CLIENTS)) {
-        rc = shm_error_set(err, errno, "--listen %s: %s", where, strerror(errno));
+        rc = shm_error_set(err, errno, "--listen %s: %s%s", where, strerror(errno),
+                           errno == EADDRINUSE ? ": another program listens there; choose another port" : "");
         if (fd >= 0)
             close(fd);
         return rc;
