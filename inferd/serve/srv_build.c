@@ -6,7 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NODES_MAX (1 << 20)
+#define NODES_MAX  (1 << 20)
+#define JUMPS_MAX  64
+#define PASSES_MAX 256
 
 struct srv_build *srv_build_new(void)
 {
@@ -40,7 +42,7 @@ static int add(struct srv_build *b, enum srv_kind kind, int x, int y)
         b->nodes = nodes;
         b->cap_nodes = cap;
     }
-    b->nodes[b->n_nodes] = (struct srv_node){kind, x, y};
+    b->nodes[b->n_nodes] = (struct srv_node){kind, x, y, false};
     return b->n_nodes++;
 }
 
@@ -105,4 +107,46 @@ void srv_build_set(struct srv_build *b, int later, int node)
 {
     if (later >= 0 && node >= 0)
         b->nodes[later].a = node;
+}
+
+static bool is_live(const struct srv_build *b, int node)
+{
+    for (int jumps = 0; b->nodes[node].kind == JUMP; node = b->nodes[node].a)
+        if (jumps++ == JUMPS_MAX)
+            return b->nodes[node].live;
+    return b->nodes[node].live;
+}
+
+void srv_build_live(struct srv_build *b)
+{
+    bool more = true;
+    int pass = 0;
+    for (; more && pass < PASSES_MAX; pass++) {
+        more = false;
+        for (int i = 0; i < b->n_nodes; i++) {
+            struct srv_node *n = &b->nodes[i];
+            if (n->live)
+                continue;
+            switch (n->kind) {
+            case RETURN:
+                n->live = true;
+                break;
+            case BYTES:
+                n->live = is_live(b, n->b);
+                break;
+            case CALL:
+                n->live = is_live(b, n->a) && is_live(b, n->b);
+                break;
+            case EITHER:
+                n->live = is_live(b, n->a) || is_live(b, n->b);
+                break;
+            case JUMP:
+                n->live = is_live(b, n->a);
+                break;
+            }
+            more = more || n->live;
+        }
+    }
+    for (int i = 0; more && i < b->n_nodes; i++) /* not known: not refused */
+        b->nodes[i].live = true;
 }

@@ -7,11 +7,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define STATES_MAX  32768
-#define STACKS_MAX  (1 << 20)
-#define DEPTH_MAX   256        /* of nesting */
-#define THREADS_MAX 4096       /* alternatives open at a time */
-#define END         (1u << 30) /* node number of the end of the whole */
+#define STATES_MAX     32768
+#define STACKS_MAX     (1 << 20)
+#define DEPTH_MAX      256  /* of nesting */
+#define THREADS_MAX    4096 /* alternatives open at a time */
+#define PATH_MAX_NODES (1 << 16)
+#define FUEL_MAX       (1 << 20)  /* nodes followed for one byte */
+#define END            (1u << 30) /* node number of the end of the whole */
 
 static uint64_t mix(uint64_t h)
 {
@@ -85,16 +87,57 @@ static void collect(struct srv_grammar *g, uint64_t thread)
         g->threads[g->n_threads++] = thread;
 }
 
-/* Follows everything that takes no byte. Recursion is bounded by `fuel`: a rule that calls itself first never
- * ends. */
+static void begin_pass(struct srv_grammar *g)
+{
+    g->pass++;
+    g->n_seen = 0;
+    g->n_threads = 0;
+    g->fuel = FUEL_MAX;
+}
+
+/* Whether this pass comes here for the first time. Alternatives that meet again are followed once, else their
+ * number would double at each meeting; and a rule that calls itself first adds nothing. */
+static bool first_time(struct srv_grammar *g, int node, int stack)
+{
+    if (2 * g->n_seen >= g->seen_size) {
+        unsigned size = 4 * g->seen_size + 256;
+        void *old = g->seen;
+        __typeof__(g->seen) seen = calloc(size, sizeof *seen);
+        if (!seen)
+            return g->error = -ENOMEM, false;
+        for (unsigned i = 0; i < g->seen_size; i++) {
+            if (g->seen[i].pass != g->pass)
+                continue;
+            uint64_t h = mix(g->seen[i].at) % size;
+            while (seen[h].pass)
+                h = (h + 1) % size;
+            seen[h] = g->seen[i];
+        }
+        free(old);
+        g->seen = seen;
+        g->seen_size = size;
+    }
+    uint64_t at = (uint64_t)node << 32 | (unsigned)stack, h = mix(at) % g->seen_size;
+    for (; g->seen[h].pass == g->pass; h = (h + 1) % g->seen_size)
+        if (g->seen[h].at == at)
+            return false;
+    g->seen[h].at = at;
+    g->seen[h].pass = g->pass;
+    g->n_seen++;
+    return true;
+}
+
+/* Follows everything that takes no byte and may still end. Recursion is bounded by `fuel`. */
 static void follow(struct srv_grammar *g, int node, int stack, int fuel)
 {
     while (!g->error) {
         const struct srv_node *n = &g->build->nodes[node];
-        if (!fuel--) {
+        if (!fuel-- || !g->fuel--) {
             g->error = -E2BIG;
             return;
         }
+        if (!n->live || ((n->kind == EITHER || n->kind == JUMP) && !first_time(g, node, stack)))
+            return;
         switch (n->kind) {
         case BYTES:
             collect(g, (uint64_t)node << 32 | (unsigned)stack);
@@ -198,14 +241,14 @@ int srv_grammar_step(struct srv_grammar *g, int state, unsigned char byte)
     }
     if (s->step[byte] != SRV_UNKNOWN)
         return s->step[byte];
-    g->n_threads = 0;
+    begin_pass(g);
     for (unsigned i = 0; i < g->states[state].n && !g->error; i++) {
         uint64_t t = g->states[state].threads[i];
         if (t >> 32 == END)
             continue;
         const struct srv_node *n = &g->build->nodes[t >> 32];
         if (g->build->sets[n->a].bits[byte / 64] >> byte % 64 & 1)
-            follow(g, n->b, (int)(uint32_t)t, 1 << 16);
+            follow(g, n->b, (int)(uint32_t)t, PATH_MAX_NODES);
     }
     int to = intern(g);
     if (to != SRV_UNKNOWN)
@@ -231,7 +274,9 @@ int srv_build_finish(struct srv_build **build, int start, struct shm_error *err,
     if (!g || !g->stacks || !g->threads)
         rc = -ENOMEM;
     if (!rc) {
-        follow(g, start, 0, 1 << 16);
+        srv_build_live(g->build);
+        begin_pass(g);
+        follow(g, start, 0, PATH_MAX_NODES);
         g->now = intern(g);
         rc = g->error ? g->error : g->now == SRV_DEAD ? -EINVAL : 0;
     }
@@ -239,7 +284,7 @@ int srv_build_finish(struct srv_build **build, int start, struct shm_error *err,
         srv_grammar_destroy(&g);
         return shm_error_set(err, rc,
                              rc == -E2BIG    ? "the grammar is too large"
-                             : rc == -EINVAL ? "the grammar allows nothing"
+                             : rc == -EINVAL ? "the grammar allows nothing: no value has an end"
                                              : "no memory for the grammar");
     }
     *ret_grammar = g;
@@ -274,6 +319,7 @@ void srv_grammar_destroy(struct srv_grammar **grammar)
         return;
     srv_build_free(&g->build);
     forget(g);
+    free(g->seen);
     free(g->threads);
     free(g);
     *grammar = NULL;

@@ -10,7 +10,8 @@ enum srv_kind { BYTES, CALL, EITHER, JUMP, RETURN };
 
 struct srv_node {
     enum srv_kind kind;
-    int a, b; /* BYTES: set, next; CALL: rule, next; EITHER: both; JUMP: where to */
+    int a, b;  /* BYTES: set, next; CALL: rule, next; EITHER: both; JUMP: where to */
+    bool live; /* its rule's end can be reached from it (srv_build_live) */
 };
 
 struct srv_set {
@@ -52,6 +53,13 @@ struct srv_grammar {
     int state_table_size;
     uint64_t *threads; /* being collected */
     unsigned n_threads;
+    struct {
+        uint64_t at; /* node << 32 | stack */
+        uint64_t pass;
+    } * seen; /* where this pass has been */
+    unsigned n_seen, seen_size;
+    int fuel; /* nodes that the pass may still follow */
+    uint64_t pass;
     int now;
     int error;
     struct mask {
@@ -61,6 +69,9 @@ struct srv_grammar {
     unsigned next_mask;
 };
 
+/* Finds the nodes that lead to an end. Schemas may hold values without one ({"a": {"a": ...): no thread is to
+ * enter them. */
+void srv_build_live(struct srv_build *b);
 int srv_build_text(struct srv_build *b, const char *text, int next); /* NUL-terminated */
 int srv_build_space(struct srv_build *b, int next);                  /* a little of it, or none */
 /* Rules: {"...": VALUE, ...} and [VALUE, ...] of one rule for the values; at least `least` and at most `most`

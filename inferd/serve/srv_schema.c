@@ -10,6 +10,7 @@
 #include "inferd/serve/srv_grammar_priv.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,7 @@
 #define LENGTH_MAX  4096
 #define RULES_MAX   4096
 #define NESTING_MAX 64
+#define TYPES_MAX   7
 
 int srv_grammar_json(struct shm_error *err, struct srv_grammar **ret_grammar)
 {
@@ -95,6 +97,35 @@ static int add_either(struct compile *c, int one, int other)
     return one == INT32_MAX ? other : srv_build_either(c->b, one, other);
 }
 
+static bool is_one(const char *type, const json_t *value)
+{
+    if (strcmp(type, "integer") == 0)
+        return json_is_integer(value) ||
+               (json_is_real(value) && floor(json_real_value(value)) == json_real_value(value));
+    const struct {
+        const char *type;
+        bool yes;
+    } is[] = {{"object", json_is_object(value)},   {"array", json_is_array(value)},
+              {"string", json_is_string(value)},   {"number", json_is_number(value)},
+              {"boolean", json_is_boolean(value)}, {"null", json_is_null(value)}};
+    for (size_t i = 0; i < sizeof is / sizeof is[0]; i++)
+        if (strcmp(type, is[i].type) == 0)
+            return is[i].yes;
+    return false;
+}
+
+/* Whether a value of enum or const is of the type that stands beside it. */
+static bool fits(const json_t *schema, const json_t *value)
+{
+    const json_t *type = json_object_get(schema, "type");
+    bool ok = !type || (json_is_string(type) && is_one(json_string_value(type), value));
+    for (size_t i = 0; !ok && i < json_array_size(type) && i < TYPES_MAX; i++) {
+        const char *name = json_string_value(json_array_get(type, i));
+        ok = name && is_one(name, value);
+    }
+    return ok;
+}
+
 static int of_enum(struct compile *c, const json_t *schema, const char *path)
 {
     static const char *const known[] = {"enum", "type", NULL};
@@ -105,12 +136,15 @@ static int of_enum(struct compile *c, const json_t *schema, const char *path)
     if (!json_array_size(list))
         return shm_error_set(c->err, EINVAL, "%s.enum: not a list with values", path);
     for (size_t i = 0; i < json_array_size(list); i++) {
+        if (!fits(schema, json_array_get(list, i)))
+            continue;
         int node = constant(c, json_array_get(list, i), path, end);
         if (node < 0)
             return node;
         all = add_either(c, all, node);
     }
-    return all;
+    return all == INT32_MAX ? shm_error_set(c->err, EINVAL, "%s.enum: no value of the type beside it", path)
+                            : all;
 }
 
 static int of_alternatives(struct compile *c, const json_t *schema, const char *path, const char *key,
@@ -166,14 +200,16 @@ static int of_ref(struct compile *c, const json_t *schema, const char *path, int
     return schema_rule(c, at, ref, nesting + 1);
 }
 
-static bool is_required(const json_t *list, const char *key)
+/* Names as keys: a list would be gone through for each property. */
+static json_t *set_of(const json_t *names)
 {
-    for (size_t i = 0; i < json_array_size(list); i++) {
-        const char *name = json_string_value(json_array_get(list, i));
-        if (name && strcmp(name, key) == 0)
-            return true;
-    }
-    return false;
+    json_t *set = json_object();
+    for (size_t i = 0; set && i < json_array_size(names); i++)
+        if (json_object_set_new(set, json_string_value(json_array_get(names, i)), json_true())) {
+            json_decref(set);
+            return NULL;
+        }
+    return set;
 }
 
 /* Properties in order; `behind[first]`: what may follow where nothing (first) or something was written. */
@@ -210,9 +246,13 @@ static int of_object(struct compile *c, const json_t *schema, const char *path, 
     }
     const char **keys = calloc(n, sizeof *keys), *key;
     json_t *value;
+    json_t *needed = set_of(required);
     size_t i = 0;
-    if (!keys)
+    if (!keys || !needed) {
+        free(keys);
+        json_decref(needed);
         return -ENOMEM;
+    }
     json_object_foreach((json_t *)properties, key, value) keys[i++] = key;
     int close = srv_build_space(b, srv_build_bytes(b, "}", 1, end)), first = close, later = close;
     while (i-- > 0 && later >= 0 && first >= 0) {
@@ -225,11 +265,12 @@ static int of_object(struct compile *c, const json_t *schema, const char *path, 
         if (pair >= 0)
             pair = constant(c, name, path, pair);
         json_decref(name);
-        bool optional = !is_required(required, keys[i]);
+        bool optional = !json_object_get(needed, keys[i]);
         int one = srv_build_space(b, pair), other = srv_build_bytes(b, ",", 1, srv_build_space(b, pair));
         first = optional ? srv_build_either(b, one, first) : one;
         later = optional ? srv_build_either(b, other, later) : other;
     }
+    json_decref(needed);
     free(keys);
     return srv_build_bytes(b, "{", 1, first);
 }
@@ -312,6 +353,8 @@ static int of_types(struct compile *c, const json_t *schema, const char *path, i
             return shm_error_set(c->err, ENOTSUP, "%s: keywords without 'type' are not supported", path);
         return srv_build_call(c->b, srv_build_json(c->b, SRV_JSON_VALUE), end);
     }
+    if (json_array_size(type) > TYPES_MAX)
+        return shm_error_set(c->err, EINVAL, "%s.type: more names than there are types", path);
     if (json_is_string(type))
         return of_type(c, schema, json_string_value(type), path, nesting);
     for (size_t i = 0; i < json_array_size(type); i++) {
@@ -339,6 +382,8 @@ static int compile(struct compile *c, const json_t *schema, const char *path, in
     if (json_object_get(schema, "const")) {
         static const char *const known[] = {"const", "type", NULL};
         int rc = check_keywords(c, schema, path, known);
+        if (!rc && !fits(schema, json_object_get(schema, "const")))
+            rc = shm_error_set(c->err, EINVAL, "%s.const: not of the type beside it", path);
         return rc ? rc : constant(c, json_object_get(schema, "const"), path, srv_build_return(c->b));
     }
     static const char *const choices[] = {"anyOf", "oneOf", "allOf"};

@@ -135,6 +135,77 @@ Test(grammar, arrays_strings_and_choices)
     NO("{\"v\":1,\"next\":{\"v\":2}}");
 }
 
+/* Ways that meet again are followed once: else this takes 2^40 of them. */
+Test(grammar, alternatives_that_meet_again, .timeout = 10)
+{
+    char text[8192];
+    size_t n = (size_t)sprintf(text, "{\"$ref\":\"#/$defs/d0\",\"$defs\":{");
+    for (int i = 0; i < 28; i++)
+        n += (size_t)sprintf(text + n,
+                             "\"d%d\":{\"anyOf\":[{\"$ref\":\"#/$defs/d%d\"},{\"$ref\":\"#/$defs/d%d\"}]},",
+                             i, i + 1, i + 1);
+    sprintf(text + n, "\"d28\":{\"type\":\"array\",\"items\":{\"$ref\":\"#/$defs/d0\"}}}}");
+    const char *s = text;
+    YES("[[],[[]]]");
+    NO("null");
+}
+
+Test(grammar, what_leads_to_itself_adds_nothing)
+{
+    const char *s = "{\"anyOf\":[{\"$ref\":\"#\"},{\"type\":\"null\"}]}";
+    YES("null");
+    NO("true");
+    s = "{\"type\":\"array\",\"items\":{\"anyOf\":[{\"$ref\":\"#/items\"},{\"type\":\"null\"}]}}";
+    YES("[null,null]");
+    s = "{\"type\":\"array\",\"items\":{\"$ref\":\"#/items\"}}";
+    YES("[]");
+    NO("[1]");
+}
+
+/* A list of names is not gone through for each property: that would take minutes. */
+Test(grammar, the_same_name_many_times, .timeout = 15)
+{
+    json_t *j = json_pack("{s:s, s:{}, s:[]}", "type", "object", "properties", "required");
+    char name[16];
+    for (int i = 0; i < 1000; i++) {
+        snprintf(name, sizeof name, "p%d", i);
+        json_object_set_new(json_object_get(j, "properties"), name, json_true());
+    }
+    json_t *p7 = json_string("p7");
+    for (int i = 0; i < 5000000; i++)
+        json_array_append(json_object_get(j, "required"), p7);
+    json_decref(p7);
+    struct shm_error err = {0};
+    struct srv_grammar *g = NULL;
+    cr_expect_eq(srv_grammar_schema(j, "schema", &err, &g), 0, "%s", shm_error_text(&err));
+    cr_expect(g && srv_grammar_accept(g, "{\"p3\":1,\"p7\"", 12) == 0);
+    cr_expect(g && srv_grammar_accept(g, ":2,\"p8\":3}", 10) == 0 && srv_grammar_may_end(g));
+    srv_grammar_destroy(&g);
+    json_decref(j);
+}
+
+/* An answer is not led to where it can't end. */
+Test(grammar, values_without_an_end_are_not_entered)
+{
+    const char *s = "{\"$defs\":{\"x\":{\"type\":\"object\",\"properties\":{\"a\":{\"$ref\":\"#/$defs/x\"}},"
+                    "\"required\":[\"a\"]}},\"anyOf\":[{\"$ref\":\"#/$defs/x\"},{\"type\":\"null\"}]}";
+    YES("null");
+    struct srv_grammar *g = schema(s);
+    cr_expect_eq(srv_grammar_accept(g, "{", 1), -EINVAL);
+    srv_grammar_destroy(&g);
+}
+
+Test(grammar, values_are_of_the_type_beside_them)
+{
+    const char *s = "{\"type\":[\"string\",\"integer\"],\"enum\":[\"a\",1,2.0,2.5,null,true]}";
+    YES("\"a\"");
+    YES("1");
+    YES("2.0");
+    NO("2.5");
+    NO("null");
+    NO("true");
+}
+
 Test(grammar, other_keywords_are_refused_by_name)
 {
     static const struct {
@@ -157,6 +228,13 @@ Test(grammar, other_keywords_are_refused_by_name)
         {"{\"enum\":[]}", "enum"},
         {"3", "schema"},
         {"{\"$ref\":\"#\"}", "grammar"},
+        {"{\"type\":\"object\",\"properties\":{\"a\":{\"$ref\":\"#\"}},\"required\":[\"a\"]}",
+         "no value has an end"},
+        {"{\"type\":\"array\",\"minItems\":1,\"items\":{\"$ref\":\"#\"}}", "no value has an end"},
+        {"{\"type\":\"string\",\"enum\":[1,2]}", "enum"},
+        {"{\"type\":\"string\",\"const\":1}", "const"},
+        {"{\"type\":[\"null\",\"null\",\"null\",\"null\",\"null\",\"null\",\"null\",\"null\"]}",
+         "more names"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         struct shm_error err = {0};
