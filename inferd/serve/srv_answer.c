@@ -147,7 +147,9 @@ static void fail(struct srv_answer *a, const struct srv_refusal *refusal)
 static void fail_result(struct srv_answer *a, const struct srv_result *r)
 {
     struct srv_refusal refusal;
-    int status = r->code == -ESHUTDOWN || r->code == -EUCLEAN || r->code == -ENOMEM ? 503 : 500;
+    int status = r->code == -ESHUTDOWN || r->code == -EUCLEAN || r->code == -ENOMEM ? 503
+                 : r->code == -EBADR                                                ? 400
+                                                                                    : 500;
     const char *text =
         r->end == SRV_END_CANCELLED
             ? "the server is being stopped or drained: it finishes what it has and takes nothing new"

@@ -155,7 +155,7 @@ PARSE(parse_tools)
         json_t *tool = json_array_get(value, i), *schema = json_object_get(tool, "input_schema");
         const char *name = json_string_value(json_object_get(tool, "name"));
         const char *type = json_string_value(json_object_get(tool, "type"));
-        if (!name || !schema || (type && strcmp(type, "custom") != 0)) {
+        if (!name || !*name || !json_is_object(schema) || (type && strcmp(type, "custom") != 0)) {
             json_decref(list);
             return srv_refuse(refusal, 400, NULL, p->name,
                               "tools.%zu: only tools with name and input_schema are supported", i);

@@ -39,9 +39,9 @@ int srv_grammar_schema(const json_t *schema, const char *path, struct shm_error 
 void srv_grammar_destroy(struct srv_grammar **grammar);
 
 /* Ids that may come next, stop tokens among them where the text may end: bits as inf_sampler_allow wants
- * them. Lives until the next call. NULL: no memory, or the grammar has too many states. */
+ * them. Lives until the next call. NULL: *ret_rc is -ENOMEM, or -E2BIG where too much is open at a time. */
 const uint64_t *srv_grammar_mask(struct srv_grammar *g, const struct srv_vocab *vocab,
-                                 const int32_t *stop_ids, unsigned n_stop_ids);
+                                 const int32_t *stop_ids, unsigned n_stop_ids, int *ret_rc);
 
 /* Goes on by bytes. 0, -EINVAL: not in the language (the state is as before), -E2BIG, -ENOMEM. */
 int srv_grammar_accept(struct srv_grammar *g, const char *bytes, size_t n);

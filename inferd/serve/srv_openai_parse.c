@@ -337,8 +337,12 @@ PARSE(parse_tools)
         const json_t *tool = json_array_get(value, i);
         const char *type = json_string_value(json_object_get(tool, "type"));
         if (!type || strcmp(type, "function") != 0 ||
-            !json_is_string(json_object_get(json_object_get(tool, "function"), "name")))
+            !json_string_length(json_object_get(json_object_get(tool, "function"), "name")))
             return srv_refuse(refusal, 400, NULL, p->name, "'tools[%zu]' must be a function with a name", i);
+        const json_t *schema = json_object_get(json_object_get(tool, "function"), "parameters");
+        if (schema && !json_is_object(schema) && !json_is_null(schema))
+            return srv_refuse(refusal, 400, NULL, p->name,
+                              "'tools[%zu].function.parameters' must be an object", i);
     }
     for (size_t i = 0; i < json_array_size(value); i++) {
         static const char *const known[] = {"name", "description", "parameters", "strict", NULL};

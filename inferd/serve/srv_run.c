@@ -62,24 +62,31 @@ static bool ends_answer(const struct srv_seq *s, int32_t id)
     return inf_tokenizer_is_stop(s->e->engine->tokenizer, id);
 }
 
-/* The next token, or why there is none: -ENODATA the grammar's end. */
+/* The next token, or why there is none: -ENODATA the grammar's end, -EBADR what was asked for leaves none. */
 static int32_t sample(struct srv_seq *s)
 {
     struct srv_job *job = s->job;
     if (job->grammar) {
         if (srv_grammar_must_end(job->grammar))
             return -ENODATA;
-        const uint64_t *mask = srv_grammar_mask(job->grammar, s->e->vocab, job->stop_ids, job->n_stop_ids);
+        int rc;
+        const uint64_t *mask =
+            srv_grammar_mask(job->grammar, s->e->vocab, job->stop_ids, job->n_stop_ids, &rc);
+        if (!mask && rc == -E2BIG)
+            return shm_error_set(&s->err, EBADR,
+                                 "the grammar leaves too much open at a time: simplify the schema");
         if (!mask)
-            return shm_error_set(&s->err, ENOMEM,
-                                 "response_format: no memory for the grammar, or too many states");
+            return shm_error_set(&s->err, ENOMEM, "no memory for the grammar");
         inf_sampler_allow(s->sampler, mask);
     }
     int32_t id = inf_sampler_next(s->sampler, s->logits);
     if (id >= 0)
         return id;
-    if (job->grammar)
-        return shm_error_set(&s->err, EDOM, "response_format: no token of the vocabulary can go on");
+    for (uint32_t i = 0; i < s->e->info.vocab && (job->grammar || job->n_bias); i++)
+        if (isfinite(s->logits[i])) /* the model had one */
+            return shm_error_set(&s->err, EBADR,
+                                 job->n_bias ? "'logit_bias' leaves no token that may come next"
+                                             : "the grammar leaves no token of the vocabulary");
     return shm_error_set(&s->err, EDOM,
                          "the model gave no usable logits: its weights are damaged ('expertctl verify')");
 }

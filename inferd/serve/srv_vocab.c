@@ -101,13 +101,16 @@ static int fill(struct srv_grammar *g, const struct srv_vocab *v, uint64_t *bits
 }
 
 const uint64_t *srv_grammar_mask(struct srv_grammar *g, const struct srv_vocab *v, const int32_t *stop_ids,
-                                 unsigned n_stop_ids)
+                                 unsigned n_stop_ids, int *ret_rc)
 {
+    *ret_rc = -ENOMEM;
     for (unsigned i = 0; i < SRV_MASKS_MAX; i++)
         if (g->masks[i].bits && g->masks[i].state == g->now)
             return g->masks[i].bits;
-    if (g->now < 0)
+    if (g->now < 0) {
+        *ret_rc = g->error;
         return NULL;
+    }
     struct mask *m = &g->masks[g->next_mask++ % SRV_MASKS_MAX];
     if (!m->bits)
         m->bits = malloc(v->words * sizeof *m->bits);
@@ -124,6 +127,7 @@ const uint64_t *srv_grammar_mask(struct srv_grammar *g, const struct srv_vocab *
     }
     if (rc) {
         m->state = SRV_DEAD;
+        *ret_rc = rc;
         return NULL;
     }
     if (srv_grammar_may_end(g)) {

@@ -155,6 +155,19 @@ REFUSED = [
     ("GET", "/v1/models/other", None, 404, "model"),
     ("GET", "/v1/models/%ff%0a%", None, 404, "model"),
     ("POST", "/v1/completions", '{"\u2603\\n": 1}'.encode(), 400, "\u2603?"),
+    # Nothing that may come next: the request's fault, not the model's or the server's.
+    ("POST", "/v1/completions", {"prompt": "x", "logit_bias": {str(i): -100 for i in range(4096)}}, 400, None),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}],
+                                      "logit_bias": {str(i): -100 for i in range(4096)},
+                                      "response_format": {"type": "json_object"}}, 400, None),
+    # More alternatives than are followed at a time, behind the first byte.
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"anyOf": [
+            {"type": "array", "items": {"type": "string", "maxLength": i + 1}} for i in range(1500)]}}}}, 400, None),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [
+        {"type": "function", "function": {"name": ""}}]}, 400, "tools"),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [
+        {"type": "function", "function": {"name": "a", "parameters": "x"}}]}, 400, "tools"),
 ]
 
 

@@ -302,7 +302,8 @@ static void walk(struct inf_tokenizer *tok, const struct srv_vocab *vocab, const
     int step = 0;
     srand(seed);
     while (!srv_grammar_must_end(g) && at + 1000 < sizeof out && step++ < 3000) {
-        const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0);
+        int rc;
+        const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0, &rc);
         cr_assert(mask);
         int32_t *choice = calloc(n, sizeof *choice), n_choices = 0;
         bool may_end = srv_grammar_may_end(g);
@@ -386,11 +387,13 @@ Test(grammar, long_texts_start_to_remember_anew)
     for (int part = 0; part < 2; part++) {
         cr_assert_eq(srv_grammar_accept(g, before[part], strlen(before[part])), 0);
         for (int i = 0; i < 4096; i++) {
-            const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0);
+            int rc;
+            const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0, &rc);
             cr_assert(mask && allowed(mask, letter) && allowed(mask, quote), "%d", i);
             cr_assert_eq(srv_grammar_accept(g, "a", 1), 0, "%d", i);
         }
-        const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0);
+        int rc;
+        const uint64_t *mask = srv_grammar_mask(g, vocab, NULL, 0, &rc);
         cr_assert(mask && !allowed(mask, letter) && allowed(mask, quote));
     }
     cr_assert_eq(srv_grammar_accept(g, "\"}]", 3), 0);
