@@ -24,12 +24,17 @@ struct exd_store {
 int exd_store_lock(const struct prt_paths *paths, int *ret_fd, struct shm_error *err)
 {
     int rc = prt_lock_take(AT_FDCWD, paths->lock, 0, ret_fd);
-    if (rc == -EBUSY)
+    if (rc == -EBUSY) {
+        const int pid = prt_lock_holder(AT_FDCWD, paths->lock);
+        char who[48] = "another expertd"; /* which has not written its number yet, or can't */
+        if (pid)
+            snprintf(who, sizeof who, "expertd pid %d", pid);
         return shm_error_set(err, EBUSY,
-                             "instance '%s' is served already by expertd pid %d: use it, end it with "
+                             "instance '%s' is served already by %s: use it, end it with "
                              "'expertctl --instance %s stop', or start this one under another name with "
                              "--instance NAME",
-                             paths->instance, prt_lock_holder(AT_FDCWD, paths->lock), paths->instance);
+                             paths->instance, who, paths->instance);
+    }
     if (rc)
         return shm_error_set(err, rc, "%s: %s%s", paths->lock, strerror(-rc), shm_error_remedy(rc));
     return 0;

@@ -12,6 +12,8 @@
 #include <unistd.h>
 
 #define FIRST_FD 3 /* of those that systemd hands over */
+#define KEY_MAX  1024
+#define KEYS_MAX 65536
 
 static bool is_loopback(const struct sockaddr *a)
 {
@@ -116,13 +118,16 @@ int srv_keys_read(const char *path, char ***ret_keys, unsigned *ret_n, struct sh
     FILE *f = fopen(path, "re");
     if (!f)
         return shm_error_set(err, errno, "--api-key-file %.200s: %s", path, strerror(errno));
-    char **keys = NULL, *line = NULL;
+    char **keys = NULL, line[KEY_MAX + 3];
     unsigned n = 0;
-    size_t cap = 0;
     int rc = 0;
-    while (!rc && getline(&line, &cap, f) >= 0) {
+    while (!rc && fgets(line, sizeof line, f)) {
+        if (n == KEYS_MAX || (!strchr(line, '\n') && !feof(f)))
+            rc = shm_error_set(err, E2BIG,
+                               "--api-key-file %.200s: more than %d keys, or one longer than %d bytes", path,
+                               KEYS_MAX, KEY_MAX);
         line[strcspn(line, " \t\r\n")] = '\0';
-        if (!*line || *line == '#')
+        if (rc || !*line || *line == '#')
             continue;
         char **all = realloc(keys, (n + 1) * sizeof *keys);
         if (all)
@@ -136,7 +141,6 @@ int srv_keys_read(const char *path, char ***ret_keys, unsigned *ret_n, struct sh
         rc = shm_error_set(err, EIO, "--api-key-file %.200s: cannot be read", path);
     if (!rc && !n)
         rc = shm_error_set(err, EINVAL, "--api-key-file %.200s: holds no key (one a line)", path);
-    free(line);
     fclose(f);
     if (rc) {
         srv_keys_free(&keys, n);

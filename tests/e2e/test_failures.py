@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The failure matrix (DESIGN 11) with real processes."""
+import fcntl
 import json
 import os
 import random
@@ -278,6 +279,18 @@ def test_second_expertd_is_refused(world):
     assert other.wait() != 0
     assert str(d.pid) in other.text() and "instance" in other.text(), other.text()
     assert greedy(world)["prompt_tokens"] == 5
+
+
+def test_an_expertd_that_has_not_said_its_number_is_not_called_0(world):
+    place = world.runtime / "expertd" / "early"
+    place.mkdir(mode=0o700, parents=True)
+    place.parent.chmod(0o700)
+    with open(place / "lock", "w") as lock:
+        os.chmod(lock.name, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = world.expertd(instance="early", wait=False)
+        assert other.wait() == 1
+    assert "by another expertd" in other.text() and "pid 0" not in other.text(), other.text()
 
 
 def test_two_instances_side_by_side(world):

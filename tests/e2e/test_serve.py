@@ -617,7 +617,8 @@ def test_wrong_starts(world, tmp_path):
     empty = tmp_path / "empty"
     empty.write_text("\n# nothing\n")
     for options, word in [(["--listen", "nowhere"], "--listen"), (["--listen", "127.0.0.1:0"], "expertd"),
-                          (["--api-key-file", "/nonexistent"], "api-key-file"), (["--api-key-file", empty], "no key")]:
+                          (["--api-key-file", "/nonexistent"], "api-key-file"), (["--api-key-file", empty], "no key"),
+                          (["--api-key-file", "/dev/zero"], "longer than")]:  # no end, no line
         r = world.inferd("serve", *options, check=False)
         assert r.returncode == 1 and word in r.stderr and len(r.stderr.splitlines()) == 1, r.stderr
     with socket.socket() as s:
