@@ -67,15 +67,19 @@ static void make_room(const struct pass *p)
         inf_prefix_evict(e->prefix, need - e->engine->pool->free);
 }
 
-/* A shared last block must be copied before it is written to; where even for that there is no room, its
- * tokens are read again. */
-static bool drop_tails(const struct pass *p)
+/* A shared last block must be copied before it is written to, and can't make room as long as it is shared.
+ * Where even for that there is no room, its tokens are read again; and nobody looks for them in the next
+ * round, which would find them, and no room, for ever. */
+static bool drop_tails(struct srv_engine *e)
 {
     bool any = false;
-    for (unsigned i = 0; i < p->n; i++) {
-        struct srv_seq *s = p->seq[i];
+    for (unsigned i = 0; i < e->n_seq; i++) {
+        struct srv_seq *s = e->seq[i];
         uint32_t tail = s->c->n % INF_KV_BLOCK;
-        if (p->generated || !tail || s->c->n != s->result.cached_tokens)
+        if (s->ended || s->c->n != s->result.cached_tokens || s->next >= 0)
+            continue;
+        s->looks = false;
+        if (!tail)
             continue;
         inf_conversation_truncate(s->c, s->c->n - tail);
         s->result.cached_tokens = s->c->n;
@@ -111,7 +115,7 @@ static void run_pass(struct pass *p)
         if (!p->generated)
             srv_speed_note(&e->read, p->tokens, now_ns - start_ns);
     }
-    if (rc == -ENOSPC && drop_tails(p))
+    if (rc == -ENOSPC && drop_tails(e))
         return;
     for (unsigned i = 0; i < p->n; i++) {
         struct srv_seq *s = p->seq[i];

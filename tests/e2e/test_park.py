@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Parked keys and values: a conversation goes on in the next worker, or in another one, reading only what is new."""
+import concurrent.futures
 import os
 import pathlib
 import shutil
@@ -204,3 +205,22 @@ def test_long_conversation(world):
     print(one["usage"], two["usage"], b.status()["prefix"])
     assert one["usage"]["prompt_tokens"] >= 19000
     assert cached(two) >= one["usage"]["prompt_tokens"]
+
+
+def test_many_that_share_a_tail_find_room(world):
+    """A shared last block makes no room for its own copy: prompts that look for it again in each round, as it is
+    kept and parked, must not wait for each other for ever."""
+    world.expertd("--park", "2M")
+    server = Server(world, "--parallel", "8", "--kv-tokens", "1024", "--ctx", "512")
+    prompts = [[300, 301, 302, *range(400 + 150 * i, 400 + 150 * i + n)]
+               for i, n in enumerate([30, 62, 98, 134, 39, 127, 97, 72])]
+
+    def said(ids):
+        status, _, body = server.post("/v1/completions", {"prompt": ids, "temperature": 0, "max_tokens": 40,
+                                                          "ignore_eos": True}, timeout=20)
+        assert status == 200, body
+        return body["choices"][0]["text"]
+    alone = [said(ids) for ids in prompts]
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(4):
+            assert list(pool.map(said, prompts)) == alone
