@@ -617,6 +617,7 @@ def test_wrong_starts(world, tmp_path):
     empty = tmp_path / "empty"
     empty.write_text("\n# nothing\n")
     for options, word in [(["--listen", "nowhere"], "--listen"), (["--listen", "127.0.0.1:0"], "expertd"),
+                          (["--listen", "127.0.0.1:65536"], "up to 65535"),
                           (["--api-key-file", "/nonexistent"], "api-key-file"), (["--api-key-file", empty], "no key"),
                           (["--api-key-file", "/dev/zero"], "longer than")]:  # no end, no line
         r = world.inferd("serve", *options, check=False)

@@ -296,6 +296,8 @@ def test_drain_refuses_new_work(world, prompt):
     assert r.returncode == 1 and not r.stdout.strip()
     (line,) = r.stderr.splitlines()
     assert "expertd" in line and re.search("drain|ending", line), line
+    counters = show(world, "status", "--json")["counters"]
+    assert counters["refused"] == 0, "a worker sees the state, and doesn't ask to be refused"
     assert d.process.poll() is None, "drain doesn't end it"
 
 
