@@ -337,8 +337,10 @@ static int passes(struct inf_cuda *c, bool *ret_passes)
     int rc;
     atomic_store(c->done, 0);
     if ((rc = KRN_CUDA(wait_32, c->stream, c->done_device, 1, KRN_CUDA_WAIT_GEQ)) ||
-        (rc = KRN_CUDA(write_32, c->aux, c->done_device, 1, 0)))
+        (rc = KRN_CUDA(write_32, c->aux, c->done_device, 1, 0))) {
+        atomic_store(c->done, 1); /* nothing waits behind us */
         return rc;
+    }
     while (!(*ret_passes = atomic_load(c->done) == 1) && shm_now_ns() < limit_ns)
         nanosleep(&nap, NULL);
     atomic_store(c->done, 1);

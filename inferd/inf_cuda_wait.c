@@ -11,6 +11,7 @@
 #define LOOK_NS     UINT64_C(1000000) /* between two looks at peer and driver */
 #define AGAIN_NS    UINT64_C(5000000)
 #define QUIESCE_NS  UINT64_C(20000000000)
+#define BROKEN_NS   UINT64_C(3000000000)
 #define WATCHDOG_NS UINT64_C(60000000000)
 
 static void doze(void)
@@ -109,20 +110,24 @@ int inf_cuda_finish(struct inf_cuda *c, const struct inf_pass *p, struct inf_str
 
 /* Waits in the queue are released by the flag's last value; a copy of expertd's that was under way may write
  * an older one over it, so it is written until the stream is through. The kernels in between read slots that
- * nobody answers for: their results are never used. */
+ * nobody answers for: their results are never used. After a failure too: what is still in the queue writes to
+ * memory that is unmapped next. A context that is lost says so at once. */
 void inf_cuda_quiesce(struct inf_device *d, uint64_t end_group)
 {
     struct inf_cuda *c = inf_cuda_of(d);
-    if (c->broken || !c->ring || krn_cuda_enter(c->gpu))
+    if (!c->ring || krn_cuda_enter(c->gpu))
         return;
+    const uint64_t limit_ns = c->broken ? BROKEN_NS : QUIESCE_NS;
     uint64_t start_ns = shm_now_ns(), wrote_ns = 0;
     while (krn_cuda.stream_query(c->stream) == KRN_CUDA_NOT_READY) {
         uint64_t now_ns = shm_now_ns();
         if (now_ns - wrote_ns > AGAIN_NS) {
             wrote_ns = now_ns;
-            krn_cuda.write_32(c->aux, c->flag, (uint32_t)end_group, 0);
+            const uint32_t last = (uint32_t)end_group;
+            if (krn_cuda.write_32(c->aux, c->flag, last, 0))
+                krn_cuda.copy_in_async(c->flag, &last, sizeof last, c->aux);
         }
-        if (now_ns - start_ns > QUIESCE_NS) {
+        if (now_ns - start_ns > limit_ns) {
             c->broken = true;
             return;
         }

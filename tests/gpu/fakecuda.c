@@ -11,7 +11,8 @@
  *
  *   FAKECUDA_VERSION=12040      driver version
  *   FAKECUDA_MISSING=a,b        functions that it does not have
- *   FAKECUDA_FAIL=call:n:result the nth call and all later ones fail (from 1)
+ *   FAKECUDA_FAIL=call:n:result the nth call and all later ones fail (from 1): any call that the log names
+ *   FAKECUDA_FAILED=path        a file that is made when one did
  *   FAKECUDA_DELAY_US=n         each copy takes so long
  *   FAKECUDA_DEVICES=n          devices shown (default 1)
  *   FAKECUDA_FREE_MIB=n         memory said to be free (default 8192)
@@ -78,6 +79,10 @@ int fake_fails(const char *call)
             calls_until_failure--;
         if (calls_until_failure == 0)
             result = failure;
+        const char *told = result ? getenv("FAKECUDA_FAILED") : NULL;
+        int fd = told ? open(told, O_WRONLY | O_CREAT | O_CLOEXEC, 0600) : -1;
+        if (fd >= 0)
+            close(fd);
     }
     pthread_mutex_unlock(&lock);
     return result;
@@ -147,6 +152,9 @@ int fake_primary_retain(void **ret_context, krn_cuda_dev device)
 int fake_primary_release(krn_cuda_dev device)
 {
     fake_note("cuDevicePrimaryCtxRelease", 0, "%d", device);
+    int failed = fake_fails("cuDevicePrimaryCtxRelease");
+    if (failed)
+        return failed;
     return 0;
 }
 int fake_set_current(void *context)
@@ -189,6 +197,9 @@ int fake_module_load(void **ret_module, const void *image)
     uint32_t magic;
     memcpy(&magic, image, sizeof(magic));
     fake_note("cuModuleLoadData", 0, "%x", magic);
+    int failed = fake_fails("cuModuleLoadData");
+    if (failed)
+        return failed;
     *ret_module = &module;
     return magic == 0xba55ed50u ? 0 : KRN_CUDA_INVALID_IMAGE;
 }
@@ -200,6 +211,9 @@ int fake_module_unload(void *module)
 int fake_module_function(void **ret_function, void *module, const char *name)
 {
     fake_note("cuModuleGetFunction", 0, "%s", name);
+    int failed = fake_fails("cuModuleGetFunction");
+    if (failed)
+        return failed;
     *ret_function = fake_kernel_find ? fake_kernel_find(name) : module;
     for (int i = 0; !fake_kernel_find && i < COUNTING; i++)
         if (strcmp(name, counting_names[i]) == 0)

@@ -96,6 +96,9 @@ int fake_mem_alloc(krn_cuda_ptr *ret_ptr, size_t bytes)
 int fake_mem_free(krn_cuda_ptr ptr)
 {
     fake_note("cuMemFree", 0, "-");
+    int failed = fake_fails("cuMemFree");
+    if (failed)
+        return failed;
     struct range r;
     int rc = take((void *)(uintptr_t)ptr, 1u << KIND_DEVICE, &r);
     if (rc == 0) {
@@ -170,6 +173,9 @@ int fake_ipc_open(krn_cuda_ptr *ret_ptr, struct krn_cuda_ipc handle, unsigned fl
 int fake_ipc_close(krn_cuda_ptr ptr)
 {
     fake_note("cuIpcCloseMemHandle", 0, "-");
+    int failed = fake_fails("cuIpcCloseMemHandle");
+    if (failed)
+        return failed;
     struct range r;
     int rc = take((void *)(uintptr_t)ptr, 1u << KIND_OPENED, &r);
     if (rc == 0) {
@@ -195,6 +201,9 @@ int fake_host_alloc(void **ret_memory, size_t bytes, unsigned flags)
 int fake_host_free(void *memory)
 {
     fake_note("cuMemFreeHost", 0, "-");
+    int failed = fake_fails("cuMemFreeHost");
+    if (failed)
+        return failed;
     struct range r;
     int rc = take(memory, 1u << KIND_HOST, &r);
     if (rc == 0)
@@ -218,6 +227,9 @@ int fake_host_register(void *memory, size_t bytes, unsigned flags)
 int fake_host_unregister(void *memory)
 {
     fake_note("cuMemHostUnregister", 0, "-");
+    int failed = fake_fails("cuMemHostUnregister");
+    if (failed)
+        return failed;
     struct range r;
     return take(memory, 1u << KIND_REGISTERED, &r) ? KRN_CUDA_NOT_REGISTERED : 0;
 }

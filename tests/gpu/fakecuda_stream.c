@@ -143,6 +143,9 @@ int fake_stream_number(void *stream)
 
 int fake_stream_create(void **ret_stream, unsigned flags)
 {
+    int failed = fake_fails("cuStreamCreate");
+    if (failed)
+        return failed;
     struct stream *s = calloc(1, sizeof(*s));
     if (!s || !fake_current)
         return free(s), KRN_CUDA_INVALID_CONTEXT;
@@ -162,6 +165,9 @@ int fake_stream_destroy(void *stream)
 {
     struct stream *s = stream;
     fake_note("cuStreamDestroy", s->number, "-");
+    int failed = fake_fails("cuStreamDestroy");
+    if (failed)
+        return failed;
     pthread_mutex_lock(&s->lock);
     s->stop = true;
     pthread_cond_signal(&s->work);
@@ -187,6 +193,9 @@ int fake_stream_synchronize(void *stream)
 {
     struct stream *s = stream;
     fake_note("cuStreamSynchronize", s->number, "-");
+    int failed = fake_fails("cuStreamSynchronize");
+    if (failed)
+        return failed;
     pthread_mutex_lock(&s->lock);
     while (s->first || s->busy)
         pthread_cond_wait(&s->idle, &s->lock);
@@ -198,6 +207,9 @@ int fake_stream_wait_event(void *stream, void *event, unsigned flags)
 {
     (void)event, (void)flags;
     fake_note("cuStreamWaitEvent", fake_stream_number(stream), "-");
+    int failed = fake_fails("cuStreamWaitEvent");
+    if (failed)
+        return failed;
     return KRN_CUDA_NOT_SUPPORTED;
 }
 
@@ -224,12 +236,18 @@ int fake_write_64(void *stream, krn_cuda_ptr address, uint64_t value, unsigned f
 {
     fake_note("cuStreamWriteValue64", fake_stream_number(stream), "%llu %u", (unsigned long long)value,
               flags);
+    int failed = fake_fails("cuStreamWriteValue64");
+    if (failed)
+        return failed;
     return memop(stream, OP_WRITE_64, address, value);
 }
 
 int fake_wait_32(void *stream, krn_cuda_ptr address, uint32_t value, unsigned flags)
 {
     fake_note("cuStreamWaitValue32", fake_stream_number(stream), "%u %u", value, flags);
+    int failed = fake_fails("cuStreamWaitValue32");
+    if (failed)
+        return failed;
     return flags != KRN_CUDA_WAIT_GEQ ? KRN_CUDA_NOT_SUPPORTED : memop(stream, OP_WAIT_32, address, value);
 }
 
@@ -269,6 +287,9 @@ int fake_copy_in_async(krn_cuda_ptr target, const void *source, size_t bytes, vo
 int fake_copy_out_async(void *target, krn_cuda_ptr source, size_t bytes, void *stream)
 {
     fake_note("cuMemcpyDtoHAsync", fake_stream_number(stream), "%zu", bytes);
+    int failed = fake_fails("cuMemcpyDtoHAsync");
+    if (failed)
+        return failed;
     if (!fake_inside(source, bytes, FAKE_DEVICE))
         return KRN_CUDA_INVALID_VALUE;
     return enqueue(stream, (struct op){.kind = OP_COPY,
@@ -280,6 +301,9 @@ int fake_copy_out_async(void *target, krn_cuda_ptr source, size_t bytes, void *s
 int fake_copy_device_async(krn_cuda_ptr target, krn_cuda_ptr source, size_t bytes, void *stream)
 {
     fake_note("cuMemcpyDtoDAsync", fake_stream_number(stream), "%zu", bytes);
+    int failed = fake_fails("cuMemcpyDtoDAsync");
+    if (failed)
+        return failed;
     if (!fake_inside(source, bytes, FAKE_DEVICE) || !fake_inside(target, bytes, FAKE_DEVICE))
         return KRN_CUDA_INVALID_VALUE;
     return enqueue(stream, (struct op){.kind = OP_COPY, .target = target, .source = source, .bytes = bytes});
@@ -310,6 +334,9 @@ int fake_copy_2d_async(const struct krn_cuda_copy_2d *c, void *stream)
 int fake_memset_8_async(krn_cuda_ptr target, unsigned char value, size_t bytes, void *stream)
 {
     fake_note("cuMemsetD8Async", fake_stream_number(stream), "%zu", bytes);
+    int failed = fake_fails("cuMemsetD8Async");
+    if (failed)
+        return failed;
     if (!fake_inside(target, bytes, FAKE_DEVICE))
         return KRN_CUDA_INVALID_VALUE;
     return enqueue(stream, (struct op){.kind = OP_FILL, .target = target, .value = value, .bytes = bytes});
@@ -357,6 +384,9 @@ int fake_event_record(void *event, void *stream)
 {
     struct event *e = event;
     fake_note("cuEventRecord", fake_stream_number(stream), "-");
+    int failed = fake_fails("cuEventRecord");
+    if (failed)
+        return failed;
     return enqueue(stream, (struct op){.kind = OP_EVENT,
                                        .target = (uint64_t)(uintptr_t)event,
                                        .value = atomic_fetch_add(&e->recorded, 1) + 1});
