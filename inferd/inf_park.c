@@ -2,6 +2,7 @@
 #include "inferd/inf_park.h"
 
 #include "proto/prt_file.h"
+#include "proto/prt_guard.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -177,6 +178,7 @@ int inf_park_open(const struct inf_park_config *c, struct inf_park **ret_park, s
         return rc;
     }
     madvise(base, bytes, MADV_DONTDUMP);
+    prt_guard_add(base, bytes, "park", reply.park_path, "start expertd again, which makes a new one");
     *p = (struct inf_park){.calls = c->calls,
                            .session = c->session,
                            .device = c->device,
@@ -200,6 +202,7 @@ void inf_park_close(struct inf_park **park)
     struct inf_park *p = *park;
     if (!p)
         return;
+    prt_guard_remove(p->base);
     munmap(p->base, p->bytes);
     stage_close(p->device, p->copy);
     free(p);

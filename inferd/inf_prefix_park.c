@@ -202,10 +202,10 @@ static int load_one(struct inf_prefix *p, struct inf_node *at, uint32_t i, const
 
 /* Of the slots that continue `at`, the one with most of ids. */
 static void load_best(struct inf_prefix *p, struct inf_node *at, const struct prt_parkfind_reply *r,
-                      const int32_t *ids, uint32_t n, uint32_t least, uint32_t *wrong, uint32_t *n_wrong)
+                      const int32_t *ids, uint32_t n, uint32_t least, uint32_t *wrong, uint32_t *n_wrong,
+                      struct shm_error *err)
 {
     struct shm_park_head head;
-    struct shm_error err;
     struct inf_node *loaded = NULL;
     uint32_t best = UINT32_MAX;
     for (uint32_t i = r->found; i < r->found + r->others; i++) {
@@ -222,7 +222,7 @@ static void load_best(struct inf_prefix *p, struct inf_node *at, const struct pr
     if (best == UINT32_MAX)
         return;
     inf_park_fetch(p->park, &r->slot[best], &r->checksum[2 * best], 1);
-    if (load_one(p, at, 0, NULL, &loaded, &err) == -EBADMSG)
+    if (load_one(p, at, 0, NULL, &loaded, err) == -EBADMSG)
         wrong[(*n_wrong)++] = r->slot[best];
 }
 
@@ -263,7 +263,7 @@ struct inf_node *inf_prefix_park_load(struct inf_prefix *p, struct inf_node *at,
     *ret_more = loaded == INF_PREFIX_LOAD && whole > loaded && room > loaded;
     if (loaded == r.found && loaded < room && !*ret_more)
         load_best(p, at, &r, ids + loaded * INF_KV_BLOCK, n - loaded * INF_KV_BLOCK, loaded ? 0 : least,
-                  wrong, &n_wrong);
+                  wrong, &n_wrong, &err);
     if (n_wrong) {
         prt_log(PRT_LOG_WARNING, "a parked block is damaged and given up: %s", shm_error_text(&err));
         p->stats.park_damaged += n_wrong;

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Parked keys and values: a conversation goes on in the next worker, or in another one, reading only what is new."""
 import concurrent.futures
+import contextlib
+import http.client
 import os
 import pathlib
 import shutil
@@ -224,3 +226,39 @@ def test_many_that_share_a_tail_find_room(world):
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         for _ in range(4):
             assert list(pool.map(said, prompts)) == alone
+
+
+def small(server, prompt="Once upon a time"):
+    return server.complete(prompt, max_tokens=9, ignore_eos=True)["choices"][0]["text"]
+
+
+def test_a_damaged_tail_is_given_up_with_its_reason(world):
+    world.expertd("--park", "4M")
+    a = Server(world)
+    said = small(a)
+    all_parked(a)
+    killed(a)
+    with open(park(world)["note"], "r+b") as f:
+        f.seek(5000)
+        byte = f.read(1)[0]
+        f.seek(5000)
+        f.write(bytes([byte ^ 4]))
+    b = Server(world)
+    assert small(b) == said
+    told = [line for line in b.log().splitlines() if "damaged" in line]
+    assert len(told) == 1 and "checksum" in told[0] and "Success" not in told[0], b.log()
+
+
+def test_a_park_truncated_in_use_is_named(world):
+    """As with the arena: whoever touches what is gone says so in one line and ends."""
+    world.expertd("--park", "4M")
+    a = Server(world)
+    small(a)
+    all_parked(a)
+    file = park(world)["note"]
+    os.truncate(file, 0)
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        small(a, "Once upon a dark night " * 3)
+    world.until(lambda: a.process.poll() is not None, timeout=60, what="the worker has ended")
+    told = [line for line in a.log().splitlines() if "truncated" in line]
+    assert a.process.returncode == 1 and len(told) == 1 and str(file) in told[0], a.log()
