@@ -83,10 +83,16 @@ int exd_budget_claim(const struct prt_paths *paths, uint64_t limit_bytes, uint64
 
 void exd_budget_settle(struct exd_budget *b, const char *arena_path, uint64_t park_bytes)
 {
-    struct prt_claim own;
-    struct shm_error why = {0};
+    struct prt_claim own, before;
+    struct shm_error why = {0}, ignored = {0};
     b->park_bytes = park_bytes;
     claim_of(b, arena_path, &own);
+    /* After this, nothing would know of it. */
+    if (prt_claim_read(b->paths, &before, &ignored) == 0 && before.arena_path[0] &&
+        strcmp(before.arena_path, own.arena_path) != 0 && access(before.arena_path, F_OK) == 0)
+        exd_log(EXD_LOG_WARNING,
+                "an earlier arena of this instance is kept at another place (--arena-dir), unused: rm %s",
+                before.arena_path);
     if (prt_claim_write(b->paths, &own, &why))
         exd_log(EXD_LOG_WARNING, "what this instance holds can't be told: %s", shm_error_text(&why));
 }

@@ -106,3 +106,16 @@ def test_evict_while_the_instance_starts_again(world):
         assert r.returncode in (0, 1) and len((r.stdout + r.stderr).splitlines()) == 1
         world.until(lambda: world.status().get("state") == "serving", what=d.text())
         assert (world.runtime / "expertd/default/arena.claim").exists() and arena(world, "default").exists()
+
+
+def test_an_arena_left_at_another_place_is_named(world):
+    world.expertd().kill()
+    left = arena(world, "default")
+    other = world.arena / "other"
+    other.mkdir(mode=0o700)
+    d = world.expertd("--arena-dir", other)
+    assert f"unused: rm {left}" in d.text() and not world.status()["adopted"]
+    d.kill()
+    d.wait()
+    assert "unused" not in world.expertd("--arena-dir", other).text()
+    assert world.status()["adopted"]
