@@ -3,6 +3,7 @@
 
 #include "proto/prt_file.h"
 #include "proto/prt_guard.h"
+#include "proto/prt_log.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -14,6 +15,9 @@
 #define RING_BYTES_AUTO  (UINT64_C(1) << 30)
 #define STALL_NS         UINT64_C(60000000000) /* loading without progress */
 #define OPEN_INTERVAL_MS 20
+#define START_NS         UINT64_C(600000000000) /* registering hundreds of GB takes its time */
+#define START_TELL_NS    UINT64_C(2000000000)
+#define START_SLICE_MS   100u
 
 void inf_store_init(struct inf_store *s, const struct inf_store_config *config, struct inf_device *device)
 {
@@ -72,13 +76,36 @@ bool inf_store_alive(const struct inf_store *s)
                              SHM_STORE_DRAINING;
 }
 
+/* expertd is there, and takes workers once its memory is made and registered. */
+static int wait_serving(struct inf_store *s, uint64_t limit_ns, struct shm_error *err)
+{
+    const uint64_t start_ns = shm_now_ns();
+    bool told = false;
+    for (;;) {
+        int rc = prt_client_wait_serving(s->client, START_SLICE_MS, err);
+        if (rc != -ETIMEDOUT)
+            return rc;
+        if (cancelled(s))
+            return shm_error_set(err, ECANCELED, "cancelled");
+        const uint64_t ns = shm_now_ns() - start_ns;
+        if (ns > limit_ns)
+            return shm_error_set(err, ETIMEDOUT,
+                                 "expertd of instance '%s' is still starting after %.1f s: its log says what "
+                                 "it does; try again",
+                                 s->config.instance ? s->config.instance : "default", (double)ns / 1e9);
+        if (!told && ns > START_TELL_NS)
+            prt_log(PRT_LOG_NOTICE, "expertd is starting: waiting until it takes workers");
+        told = told || ns > START_TELL_NS;
+    }
+}
+
 static int open_client(struct inf_store *s, uint32_t wait_ms, struct shm_error *err)
 {
     uint64_t deadline_ns = shm_now_ns() + (uint64_t)wait_ms * 1000000u;
     for (;;) {
         int rc = prt_client_open(s->config.runtime_dir, s->config.instance, 0, &s->client, err);
         if (!rc)
-            rc = prt_client_wait_serving(s->client, PRT_CALL_TIMEOUT_MS, err);
+            rc = wait_serving(s, wait_ms ? wait_ms * UINT64_C(1000000) : START_NS, err);
         /* One that drains would refuse, and log it, as often as it is asked. acquire as for any state */
         if (!rc && atomic_load_explicit(&prt_client_store(s->client)->state, memory_order_acquire) ==
                        SHM_STORE_DRAINING)

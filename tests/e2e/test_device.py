@@ -69,6 +69,18 @@ def test_a_host_expertd_and_a_worker_with_a_gpu(world, monkeypatch):
     assert auto["device"].startswith("host") and "host device only" in auto["device_note"]
 
 
+@pytest.mark.slow
+def test_a_start_that_takes_long(world):
+    """Registering much memory (three pieces here) takes longer than a call of the protocol may: a worker waits, and says so."""
+    if not FAKE.exists():
+        pytest.skip("the fake driver is not built")
+    d = world.expertd("--device", "cuda", env={"EXPERTD_CUDA_LIBRARY": str(FAKE), "FAKECUDA_REGISTER_MS": "4000"}, wait=False)
+    world.until(lambda: world.status().get("state") == "starting", what="it is starting")
+    r = world.inferd("run", "--device", "host", "--prompt", "A fox", "-n", 2, check=False)
+    assert r.returncode == 0, f"{r.stderr} {d.text()}"
+    assert "expertd is starting: waiting until it takes workers" in r.stderr
+
+
 def test_several_gpus(world, monkeypatch):
     """Opened at the same time, told in order; a worker takes the one it names; one that cannot serve is left out."""
     if not FAKE.exists():

@@ -13,6 +13,7 @@
  *   FAKECUDA_MISSING=a,b        functions that it does not have
  *   FAKECUDA_FAIL=call:n:result the nth call and all later ones fail (from 1): any call that the log names
  *   FAKECUDA_FAILED=path        a file that is made when one did
+ *   FAKECUDA_REGISTER_MS=n      registering host memory takes so long
  *   FAKECUDA_DELAY_US=n         each copy takes so long
  *   FAKECUDA_DEVICES=n          devices shown (default 1)
  *   FAKECUDA_FREE_MIB=n         memory said to be free (default 8192)

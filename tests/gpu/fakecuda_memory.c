@@ -217,6 +217,7 @@ int fake_host_register(void *memory, size_t bytes, unsigned flags)
     int rc = fake_fails("cuMemHostRegister");
     if (rc)
         return rc;
+    usleep((unsigned)fake_number("FAKECUDA_REGISTER_MS", 0) * 1000);
     uint64_t begin = (uint64_t)(uintptr_t)memory;
     pthread_mutex_lock(&lock);
     bool overlap = find(begin, 1, FAKE_HOST) || find(begin + bytes - 1, 1, FAKE_HOST);
