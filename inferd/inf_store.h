@@ -73,8 +73,9 @@ void inf_store_touch(const struct inf_store *store);
 
 /* Attaches, or attaches again. Closes what an earlier life left. At most wait_ms for an
  * expertd to appear, and again for it to take workers (0: it must be there, and may take ten minutes to
- * start), then as long as loading makes progress. Pointers into an older arena view are invalid afterwards. -ENOENT, -ESTALE
- * no expertd; -EUCLEAN it serves another model than before; -ECANCELED; others with one line. */
+ * start), then as long as loading makes progress. Pointers into an older arena view are invalid afterwards.
+ * -ENOENT, -ESTALE no expertd; -EUCLEAN it serves another model than before; -ECANCELED; others with one
+ * line. */
 int inf_store_attach(struct inf_store *store, uint32_t wait_ms, struct shm_error *err);
 
 /* The two halves of it, for a start that opens its device meanwhile. find: expertd, its arena mapped, dense
