@@ -249,6 +249,7 @@ def test_prompts_that_begin_alike_at_once_read_it_once(world):
     assert ask_all(alone, some[:2], 1, range(2)) == answers[:2]
 
 
+@pytest.mark.slow
 def test_room_for_a_beginning_is_counted_once(world):
     """Eight blocks: two that three prompts have in common, and two more for each of them."""
     world.expertd("--link-gbps", "0.15", "--park", "off")

@@ -53,6 +53,7 @@ def test_below_the_floor_residents_chunks(world, short):
         assert hash_of(world, short, *options)[0] == want, options
 
 
+@pytest.mark.slow
 def test_link_speeds(world, short):
     world.expertd()
     want, _ = hash_of(world, short, "--stream", "full")

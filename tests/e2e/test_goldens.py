@@ -44,6 +44,7 @@ def close(reference_result):
     return {(layer, token) for layer, token, _ in reference_result["close_calls"]}
 
 
+@pytest.mark.slow
 def test_goldens(served, kind):
     ref, full = reference(kind)
     text = {name: p for name, p in prompts().items()}
