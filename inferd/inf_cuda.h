@@ -65,6 +65,7 @@ struct inf_cuda {
     krn_cuda_ptr output_norm, dense;
 
     krn_cuda_ptr ring, flag; /* one allocation, kept from session to session */
+    uint32_t flag_last;      /* what a copy to the flag may still read */
     uint64_t ring_bytes, ring_allocated;
     krn_cuda_ptr old_ring[INF_CUDA_OLD_RINGS]; /* smaller ones of earlier sessions */
     uint32_t old_rings;

@@ -123,9 +123,9 @@ void inf_cuda_quiesce(struct inf_device *d, uint64_t end_group)
         uint64_t now_ns = shm_now_ns();
         if (now_ns - wrote_ns > AGAIN_NS) {
             wrote_ns = now_ns;
-            const uint32_t last = (uint32_t)end_group;
-            if (krn_cuda.write_32(c->aux, c->flag, last, 0))
-                krn_cuda.copy_in_async(c->flag, &last, sizeof last, c->aux);
+            c->flag_last = (uint32_t)end_group;
+            if (krn_cuda.write_32(c->aux, c->flag, c->flag_last, 0))
+                krn_cuda.copy_in_async(c->flag, &c->flag_last, sizeof c->flag_last, c->aux);
         }
         if (now_ns - start_ns > limit_ns) {
             c->broken = true;
