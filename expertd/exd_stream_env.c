@@ -7,6 +7,14 @@
 #include <inttypes.h>
 #include <string.h>
 
+/* Something of what it asks has changed. Only where the worker can't tell: it has no clock beside a GPU's
+ * waits. */
+static void look_starved(struct exd_stream *s, uint64_t now_ns)
+{
+    if (s->link->poll_ns)
+        exd_starved_look(&s->starved, s->released, s->landed, s->published, now_ns);
+}
+
 uint64_t exd_stream_released(struct exd_stream *s)
 {
     /* acquire, pairs with the worker's release: its last reads of the slots are over */
@@ -27,13 +35,8 @@ uint64_t exd_stream_released(struct exd_stream *s)
     exd_event_release_seen(s->events, now_ns, s->seq, released);
     shm_counter_set(&worker(s)->link.progress_at_ns, now_ns);
     s->released = released;
-    exd_stream_look_starved(s, now_ns);
+    look_starved(s, now_ns);
     return released;
-}
-
-void exd_stream_look_starved(struct exd_stream *s, uint64_t now_ns)
-{
-    exd_starved_look(&s->starved, s->released, s->landed, s->published, now_ns);
 }
 
 uint64_t exd_stream_landed(struct exd_stream *s)
@@ -42,9 +45,10 @@ uint64_t exd_stream_landed(struct exd_stream *s)
     if (landed != s->landed) {
         s->landed = landed;
         exd_trace_event(s->trace, EXD_TRACE_LANDED, landed);
-        if (s->link->poll_ns) /* else its thread tells of each */
+        if (s->link->poll_ns) { /* else its thread tells of each */
             exd_event_land_seen(s->events, s->seq, landed);
-        exd_stream_look_starved(s, shm_now_ns());
+            look_starved(s, shm_now_ns());
+        }
         exd_stream_count_lags(s);
     }
     return landed;
@@ -90,7 +94,7 @@ const struct shm_mask *exd_stream_published(struct exd_stream *s, uint32_t layer
     s->published_layers++;
     uint64_t now_ns = shm_now_ns();
     see_publication(s, layer, now_ns);
-    exd_stream_look_starved(s, now_ns);
+    look_starved(s, now_ns);
     exd_event_publish_seen(s->events, now_ns, s->seq, layer, shm_mask_count(&mask, s->geometry.experts),
                            route->published_ns);
     exd_trace_layer(s->trace, layer, route->published_ns);
@@ -225,8 +229,10 @@ static int env_signal(void *ctx, uint64_t groups)
     struct exd_stream *s = ctx;
     s->signalled = groups;
     exd_trace_event(s->trace, EXD_TRACE_SIGNALLED, groups);
-    exd_starved_signal(&s->starved, groups, s->copies);
-    exd_stream_look_starved(s, shm_now_ns()); /* no copy of it may be under way any more */
+    if (s->link->poll_ns) {
+        exd_starved_signal(&s->starved, groups, s->copies);
+        look_starved(s, shm_now_ns()); /* no copy of it may be under way any more */
+    }
     exd_stream_count_lags(s);
     return krn_link_signal(s->link, s->group_base + groups);
 }

@@ -57,9 +57,6 @@ void exd_stream_env(struct exd_stream *stream, struct exd_walk_env *ret_env);
 uint64_t exd_stream_released(struct exd_stream *stream);
 uint64_t exd_stream_landed(struct exd_stream *stream);
 
-/* Something of what exd_starved_look asks has changed. */
-void exd_stream_look_starved(struct exd_stream *stream, uint64_t now_ns);
-
 /* The layer's routing set once published, else NULL; looks at shared memory the first time. */
 const struct shm_mask *exd_stream_published(struct exd_stream *stream, uint32_t layer);
 

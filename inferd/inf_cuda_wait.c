@@ -11,7 +11,7 @@
 #define LOOK_NS     UINT64_C(1000000) /* between two looks at peer and driver */
 #define AGAIN_NS    UINT64_C(5000000)
 #define QUIESCE_NS  UINT64_C(20000000000)
-#define BROKEN_NS   UINT64_C(3000000000)
+#define BROKEN_NS   UINT64_C(3000000000) /* the same behind a failure */
 #define WATCHDOG_NS UINT64_C(60000000000)
 
 static void doze(void)

@@ -93,9 +93,10 @@ static int wait_serving(struct inf_store *s, uint64_t limit_ns, struct shm_error
                                  "expertd of instance '%s' is still starting after %.1f s: its log says what "
                                  "it does; try again",
                                  s->config.instance ? s->config.instance : "default", (double)ns / 1e9);
-        if (!told && ns > START_TELL_NS)
+        if (!told && ns > START_TELL_NS) {
+            told = true;
             prt_log(PRT_LOG_NOTICE, "expertd is starting: waiting until it takes workers");
-        told = told || ns > START_TELL_NS;
+        }
     }
 }
 
