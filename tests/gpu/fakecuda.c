@@ -99,8 +99,8 @@ int fake_number(const char *name, int otherwise)
 
 int fake_init(unsigned flags)
 {
-    fake_note("cuInit", 0, "%u", flags);
-    return fake_fails("cuInit");
+    FAKE_CALL("cuInit", 0, "%u", flags);
+    return 0;
 }
 int fake_device_count(int *ret_count)
 {
@@ -152,10 +152,7 @@ int fake_primary_retain(void **ret_context, krn_cuda_dev device)
 }
 int fake_primary_release(krn_cuda_dev device)
 {
-    fake_note("cuDevicePrimaryCtxRelease", 0, "%d", device);
-    int failed = fake_fails("cuDevicePrimaryCtxRelease");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuDevicePrimaryCtxRelease", 0, "%d", device);
     return 0;
 }
 int fake_set_current(void *context)
@@ -197,10 +194,7 @@ int fake_module_load(void **ret_module, const void *image)
     static char module;
     uint32_t magic;
     memcpy(&magic, image, sizeof(magic));
-    fake_note("cuModuleLoadData", 0, "%x", magic);
-    int failed = fake_fails("cuModuleLoadData");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuModuleLoadData", 0, "%x", magic);
     *ret_module = &module;
     return magic == 0xba55ed50u ? 0 : KRN_CUDA_INVALID_IMAGE;
 }
@@ -211,10 +205,7 @@ int fake_module_unload(void *module)
 }
 int fake_module_function(void **ret_function, void *module, const char *name)
 {
-    fake_note("cuModuleGetFunction", 0, "%s", name);
-    int failed = fake_fails("cuModuleGetFunction");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuModuleGetFunction", 0, "%s", name);
     *ret_function = fake_kernel_find ? fake_kernel_find(name) : module;
     for (int i = 0; !fake_kernel_find && i < COUNTING; i++)
         if (strcmp(name, counting_names[i]) == 0)
@@ -232,10 +223,7 @@ int fake_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned 
                 unsigned shared, void *stream, void **arguments, void **extra)
 {
     (void)extra, (void)shared;
-    fake_note("cuLaunchKernel", fake_stream_number(stream), "%u %u %u x %u %u %u", gx, gy, gz, bx, by, bz);
-    int rc = fake_fails("cuLaunchKernel");
-    if (rc)
-        return rc;
+    FAKE_CALL("cuLaunchKernel", fake_stream_number(stream), "%u %u %u x %u %u %u", gx, gy, gz, bx, by, bz);
     return fake_kernel_run
                ? fake_stream_launch(stream, function, (const unsigned[3]){gx, gy, gz}, bx, arguments)
                : count_ran(function, gy, stream, arguments);

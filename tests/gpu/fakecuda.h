@@ -22,6 +22,15 @@ void fake_note(const char *call, int stream, const char *fmt, ...) __attribute__
 /* The result a call is made to return, or 0. */
 int fake_fails(const char *call);
 
+/* A function of the driver begins: its line of the log, and the end where it is made to fail. */
+#define FAKE_CALL(call, ...)                                                                                 \
+    do {                                                                                                     \
+        fake_note(call, __VA_ARGS__);                                                                        \
+        int failed = fake_fails(call);                                                                       \
+        if (failed)                                                                                          \
+            return failed;                                                                                   \
+    } while (0)
+
 /* A number from the environment. */
 int fake_number(const char *name, int otherwise);
 

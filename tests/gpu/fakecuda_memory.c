@@ -83,10 +83,9 @@ static int map_fd(int fd, size_t bytes, enum kind kind, krn_cuda_ptr *ret_ptr)
 
 int fake_mem_alloc(krn_cuda_ptr *ret_ptr, size_t bytes)
 {
-    fake_note("cuMemAlloc", 0, "%zu", bytes);
-    int rc = fake_fails("cuMemAlloc");
-    if (rc || !fake_current)
-        return rc ? rc : KRN_CUDA_INVALID_CONTEXT;
+    FAKE_CALL("cuMemAlloc", 0, "%zu", bytes);
+    if (!fake_current)
+        return KRN_CUDA_INVALID_CONTEXT;
     int fd = memfd_create("fake-device-memory", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)bytes) < 0)
         return KRN_CUDA_OUT_OF_MEMORY;
@@ -95,10 +94,7 @@ int fake_mem_alloc(krn_cuda_ptr *ret_ptr, size_t bytes)
 
 int fake_mem_free(krn_cuda_ptr ptr)
 {
-    fake_note("cuMemFree", 0, "-");
-    int failed = fake_fails("cuMemFree");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuMemFree", 0, "-");
     struct range r;
     int rc = take((void *)(uintptr_t)ptr, 1u << KIND_DEVICE, &r);
     if (rc == 0) {
@@ -130,10 +126,7 @@ struct handle {
 
 int fake_ipc_get(struct krn_cuda_ipc *ret_handle, krn_cuda_ptr ptr)
 {
-    fake_note("cuIpcGetMemHandle", 0, "-");
-    int rc = fake_fails("cuIpcGetMemHandle");
-    if (rc)
-        return rc;
+    FAKE_CALL("cuIpcGetMemHandle", 0, "-");
     pthread_mutex_lock(&lock);
     struct range *r = find(ptr, 1, 1u << KIND_DEVICE);
     struct stat st;
@@ -148,10 +141,7 @@ int fake_ipc_get(struct krn_cuda_ipc *ret_handle, krn_cuda_ptr ptr)
 
 int fake_ipc_open(krn_cuda_ptr *ret_ptr, struct krn_cuda_ipc handle, unsigned flags)
 {
-    fake_note("cuIpcOpenMemHandle", 0, "%u", flags);
-    int rc = fake_fails("cuIpcOpenMemHandle");
-    if (rc)
-        return rc;
+    FAKE_CALL("cuIpcOpenMemHandle", 0, "%u", flags);
     struct handle h;
     memcpy(&h, &handle, sizeof(h));
     if (h.magic != HANDLE_MAGIC)
@@ -172,10 +162,7 @@ int fake_ipc_open(krn_cuda_ptr *ret_ptr, struct krn_cuda_ipc handle, unsigned fl
 
 int fake_ipc_close(krn_cuda_ptr ptr)
 {
-    fake_note("cuIpcCloseMemHandle", 0, "-");
-    int failed = fake_fails("cuIpcCloseMemHandle");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuIpcCloseMemHandle", 0, "-");
     struct range r;
     int rc = take((void *)(uintptr_t)ptr, 1u << KIND_OPENED, &r);
     if (rc == 0) {
@@ -187,10 +174,7 @@ int fake_ipc_close(krn_cuda_ptr ptr)
 
 int fake_host_alloc(void **ret_memory, size_t bytes, unsigned flags)
 {
-    fake_note("cuMemHostAlloc", 0, "%zu %u", bytes, flags);
-    int rc = fake_fails("cuMemHostAlloc");
-    if (rc)
-        return rc;
+    FAKE_CALL("cuMemHostAlloc", 0, "%zu %u", bytes, flags);
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         return KRN_CUDA_OUT_OF_MEMORY;
@@ -200,10 +184,7 @@ int fake_host_alloc(void **ret_memory, size_t bytes, unsigned flags)
 
 int fake_host_free(void *memory)
 {
-    fake_note("cuMemFreeHost", 0, "-");
-    int failed = fake_fails("cuMemFreeHost");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuMemFreeHost", 0, "-");
     struct range r;
     int rc = take(memory, 1u << KIND_HOST, &r);
     if (rc == 0)
@@ -213,10 +194,7 @@ int fake_host_free(void *memory)
 
 int fake_host_register(void *memory, size_t bytes, unsigned flags)
 {
-    fake_note("cuMemHostRegister", 0, "%zu %u", bytes, flags);
-    int rc = fake_fails("cuMemHostRegister");
-    if (rc)
-        return rc;
+    FAKE_CALL("cuMemHostRegister", 0, "%zu %u", bytes, flags);
     usleep((unsigned)fake_number("FAKECUDA_REGISTER_MS", 0) * 1000);
     uint64_t begin = (uint64_t)(uintptr_t)memory;
     pthread_mutex_lock(&lock);
@@ -227,10 +205,7 @@ int fake_host_register(void *memory, size_t bytes, unsigned flags)
 
 int fake_host_unregister(void *memory)
 {
-    fake_note("cuMemHostUnregister", 0, "-");
-    int failed = fake_fails("cuMemHostUnregister");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuMemHostUnregister", 0, "-");
     struct range r;
     return take(memory, 1u << KIND_REGISTERED, &r) ? KRN_CUDA_NOT_REGISTERED : 0;
 }

@@ -164,10 +164,7 @@ int fake_stream_create(void **ret_stream, unsigned flags)
 int fake_stream_destroy(void *stream)
 {
     struct stream *s = stream;
-    fake_note("cuStreamDestroy", s->number, "-");
-    int failed = fake_fails("cuStreamDestroy");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuStreamDestroy", s->number, "-");
     pthread_mutex_lock(&s->lock);
     s->stop = true;
     pthread_cond_signal(&s->work);
@@ -192,10 +189,7 @@ int fake_stream_query(void *stream)
 int fake_stream_synchronize(void *stream)
 {
     struct stream *s = stream;
-    fake_note("cuStreamSynchronize", s->number, "-");
-    int failed = fake_fails("cuStreamSynchronize");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuStreamSynchronize", s->number, "-");
     pthread_mutex_lock(&s->lock);
     while (s->first || s->busy)
         pthread_cond_wait(&s->idle, &s->lock);
@@ -206,10 +200,7 @@ int fake_stream_synchronize(void *stream)
 int fake_stream_wait_event(void *stream, void *event, unsigned flags)
 {
     (void)event, (void)flags;
-    fake_note("cuStreamWaitEvent", fake_stream_number(stream), "-");
-    int failed = fake_fails("cuStreamWaitEvent");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuStreamWaitEvent", fake_stream_number(stream), "-");
     return KRN_CUDA_NOT_SUPPORTED;
 }
 
@@ -227,34 +218,27 @@ int fake_stream_store(void *stream, uint64_t address, uint32_t value)
 
 int fake_write_32(void *stream, krn_cuda_ptr address, uint32_t value, unsigned flags)
 {
-    fake_note("cuStreamWriteValue32", fake_stream_number(stream), "%u %u", value, flags);
-    int rc = fake_fails("cuStreamWriteValue32");
-    return rc ? rc : memop(stream, OP_WRITE_32, address, value);
+    FAKE_CALL("cuStreamWriteValue32", fake_stream_number(stream), "%u %u", value, flags);
+    return memop(stream, OP_WRITE_32, address, value);
 }
 
 int fake_write_64(void *stream, krn_cuda_ptr address, uint64_t value, unsigned flags)
 {
-    fake_note("cuStreamWriteValue64", fake_stream_number(stream), "%llu %u", (unsigned long long)value,
+    FAKE_CALL("cuStreamWriteValue64", fake_stream_number(stream), "%llu %u", (unsigned long long)value,
               flags);
-    int failed = fake_fails("cuStreamWriteValue64");
-    if (failed)
-        return failed;
     return memop(stream, OP_WRITE_64, address, value);
 }
 
 int fake_wait_32(void *stream, krn_cuda_ptr address, uint32_t value, unsigned flags)
 {
-    fake_note("cuStreamWaitValue32", fake_stream_number(stream), "%u %u", value, flags);
-    int failed = fake_fails("cuStreamWaitValue32");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuStreamWaitValue32", fake_stream_number(stream), "%u %u", value, flags);
     return flags != KRN_CUDA_WAIT_GEQ ? KRN_CUDA_NOT_SUPPORTED : memop(stream, OP_WAIT_32, address, value);
 }
 
 int fake_memops(void *stream, unsigned count, struct krn_cuda_memop *ops, unsigned flags)
 {
-    fake_note("cuStreamBatchMemOp", fake_stream_number(stream), "%u %u", count, flags);
-    int rc = fake_fails("cuStreamBatchMemOp");
+    FAKE_CALL("cuStreamBatchMemOp", fake_stream_number(stream), "%u %u", count, flags);
+    int rc = 0;
     for (unsigned i = 0; i < count && !rc; i++)
         rc = ops[i].operation == KRN_CUDA_OP_WRITE_32
                  ? memop(stream, OP_WRITE_32, ops[i].address, (uint32_t)ops[i].value)
@@ -279,17 +263,13 @@ static int copy_in(void *stream, uint64_t target, uint64_t source, size_t bytes)
 
 int fake_copy_in_async(krn_cuda_ptr target, const void *source, size_t bytes, void *stream)
 {
-    fake_note("cuMemcpyHtoDAsync", fake_stream_number(stream), "%zu", bytes);
-    int rc = fake_fails("cuMemcpyHtoDAsync");
-    return rc ? rc : copy_in(stream, target, (uint64_t)(uintptr_t)source, bytes);
+    FAKE_CALL("cuMemcpyHtoDAsync", fake_stream_number(stream), "%zu", bytes);
+    return copy_in(stream, target, (uint64_t)(uintptr_t)source, bytes);
 }
 
 int fake_copy_out_async(void *target, krn_cuda_ptr source, size_t bytes, void *stream)
 {
-    fake_note("cuMemcpyDtoHAsync", fake_stream_number(stream), "%zu", bytes);
-    int failed = fake_fails("cuMemcpyDtoHAsync");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuMemcpyDtoHAsync", fake_stream_number(stream), "%zu", bytes);
     if (!fake_inside(source, bytes, FAKE_DEVICE))
         return KRN_CUDA_INVALID_VALUE;
     return enqueue(stream, (struct op){.kind = OP_COPY,
@@ -300,10 +280,7 @@ int fake_copy_out_async(void *target, krn_cuda_ptr source, size_t bytes, void *s
 
 int fake_copy_device_async(krn_cuda_ptr target, krn_cuda_ptr source, size_t bytes, void *stream)
 {
-    fake_note("cuMemcpyDtoDAsync", fake_stream_number(stream), "%zu", bytes);
-    int failed = fake_fails("cuMemcpyDtoDAsync");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuMemcpyDtoDAsync", fake_stream_number(stream), "%zu", bytes);
     if (!fake_inside(source, bytes, FAKE_DEVICE) || !fake_inside(target, bytes, FAKE_DEVICE))
         return KRN_CUDA_INVALID_VALUE;
     return enqueue(stream, (struct op){.kind = OP_COPY, .target = target, .source = source, .bytes = bytes});
@@ -314,8 +291,8 @@ int fake_copy_2d_async(const struct krn_cuda_copy_2d *c, void *stream)
     const bool in = c->source_type == KRN_CUDA_MEMORY_HOST, out = c->target_type == KRN_CUDA_MEMORY_HOST;
     const uint64_t from = in ? (uint64_t)(uintptr_t)c->source_host : c->source_device,
                    to = out ? (uint64_t)(uintptr_t)c->target_host : c->target_device;
-    int rc = fake_fails("cuMemcpy2DAsync");
-    fake_note("cuMemcpy2DAsync", fake_stream_number(stream), "%zu %zu", c->bytes, c->rows);
+    int rc = 0;
+    FAKE_CALL("cuMemcpy2DAsync", fake_stream_number(stream), "%zu %zu", c->bytes, c->rows);
     if (c->source_x || c->source_y || c->target_x || c->target_y || c->source_pitch < c->bytes ||
         c->target_pitch < c->bytes)
         return KRN_CUDA_INVALID_VALUE;
@@ -333,10 +310,7 @@ int fake_copy_2d_async(const struct krn_cuda_copy_2d *c, void *stream)
 
 int fake_memset_8_async(krn_cuda_ptr target, unsigned char value, size_t bytes, void *stream)
 {
-    fake_note("cuMemsetD8Async", fake_stream_number(stream), "%zu", bytes);
-    int failed = fake_fails("cuMemsetD8Async");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuMemsetD8Async", fake_stream_number(stream), "%zu", bytes);
     if (!fake_inside(target, bytes, FAKE_DEVICE))
         return KRN_CUDA_INVALID_VALUE;
     return enqueue(stream, (struct op){.kind = OP_FILL, .target = target, .value = value, .bytes = bytes});
@@ -383,10 +357,7 @@ int fake_event_destroy(void *event)
 int fake_event_record(void *event, void *stream)
 {
     struct event *e = event;
-    fake_note("cuEventRecord", fake_stream_number(stream), "-");
-    int failed = fake_fails("cuEventRecord");
-    if (failed)
-        return failed;
+    FAKE_CALL("cuEventRecord", fake_stream_number(stream), "-");
     return enqueue(stream, (struct op){.kind = OP_EVENT,
                                        .target = (uint64_t)(uintptr_t)event,
                                        .value = atomic_fetch_add(&e->recorded, 1) + 1});
